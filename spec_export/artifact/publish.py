@@ -1,0 +1,368 @@
+"""Making an export visible: whole, or not at all, also after a crash.
+
+An export is written into a hidden folder beside its place, forced to the disk
+and renamed. Its manifest is the last file in it, so that a copy on a store
+without atomic renames can be told from a torn one too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+
+from spec_export.artifact.disk import disk_errors, sync_folder, sync_tree
+from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
+from spec_export.artifact.resolve import step_folders
+from spec_export.findings import SpecExportError, usage_error
+
+_STAGING = ".staging-"
+_OLD = ".old-"
+_TRASH = ".trash-"
+# <prefix><name>-<machine>-<pid>-<unique>
+_HIDDEN = re.compile(
+    r"(\.staging-|\.old-|\.trash-)(.+)-([0-9a-f]{12})-(\d+)-([0-9a-f]{8})", re.ASCII
+)
+# Leftovers of another machine: nobody can tell whether their process lives.
+_ABANDONED_SECONDS = 7 * 24 * 3600
+# What a model folder consists of; --force deletes nothing else.
+_MODEL_FILES = (
+    *(".safetensors", ".bin", ".pt", ".npy", ".npz", ".model", ".json", ".yaml"),
+    *(".md", ".txt", ".html", ".jinja", ".py", ".gitattributes"),
+)
+_MODEL_FOLDERS = frozenset({"probe"})
+_TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR})
+
+
+class Staging:
+    """A hidden folder to write an export into; removes itself unless published.
+
+    Use it as a context manager. Leftovers of processes that died are swept from
+    the parent on entry.
+
+    Attributes:
+        path: The folder, on the file system of the parent.
+    """
+
+    def __init__(self, parent: str | Path, name: str) -> None:
+        self.parent = Path(parent)
+        self.path = self.parent / _hidden(_STAGING, name)
+
+    def __enter__(self) -> Staging:
+        with disk_errors(self.parent):
+            self.parent.mkdir(parents=True, exist_ok=True)
+            sweep(self.parent)
+            self.path.mkdir()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def step_name(global_step: int) -> str:
+    """Name of the export of a step: ``step-00000450``."""
+    return f"step-{global_step:08d}"
+
+
+def publish_new(staging: Path, dest: Path) -> Path:
+    """Give a complete staging folder its name, which must be free.
+
+    Args:
+        staging: On the file system of ``dest``; gone afterwards.
+        dest: The path of the export.
+
+    Returns:
+        ``dest``.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists`` or ``disk-full``.
+    """
+    with disk_errors(staging):
+        sync_tree(staging)
+    if os.path.lexists(dest) and not _is_empty_folder(dest):
+        raise _exists(dest)
+    with disk_errors(dest):
+        try:
+            os.rename(staging, dest)
+        except OSError as problem:
+            if problem.errno in _TAKEN:  # someone was faster
+                raise _exists(dest) from problem
+            raise
+        sync_folder(dest.parent)
+    return dest
+
+
+def publish_step(
+    staging: Path, parent: Path, name: str, *, failed: bool = False
+) -> Path:
+    """Publish under a step's name, or the next one that is free.
+
+    ``step-00000450`` taken by an export of the same files is that export, which
+    makes a repeated call harmless; taken by others, ``step-00000450.2`` is tried.
+
+    Args:
+        staging: A complete export.
+        parent: The output_dir.
+        name: From ``step_name``.
+        failed: Add ``.failed``: its comparison failed.
+
+    Returns:
+        Where the export is now.
+
+    Raises:
+        SpecExportError: exit 2, ``disk-full``.
+    """
+    files = _files_of(staging)
+    number = 1
+    while True:
+        plain = name if number == 1 else f"{name}.{number}"
+        dest = parent / f"{plain}{'.failed' if failed else ''}"
+        other = parent / f"{plain}{'' if failed else '.failed'}"
+        if os.path.lexists(dest) and files is not None and files == _files_of(dest):
+            shutil.rmtree(staging)
+            return dest
+        if not os.path.lexists(dest) and not os.path.lexists(other):
+            try:
+                return publish_new(staging, dest)
+            except SpecExportError as problem:
+                if problem.findings[0].code != "output-exists":
+                    raise
+        number += 1
+
+
+def replace_existing(staging: Path, dest: Path) -> Path:
+    """Put a complete staging folder in the place of an old export (``--force``).
+
+    The old one stays untouched until the new one is on the disk; then the two
+    names are exchanged in one step where the system can do that.
+
+    Args:
+        staging: A complete export beside ``dest``; gone afterwards.
+        dest: What is replaced; a link is followed. May be absent.
+
+    Returns:
+        The folder that was replaced.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists`` if ``dest`` holds something
+            that is not part of a model folder; ``disk-full``.
+    """
+    dest = dest.resolve()
+    if not os.path.lexists(dest) or _is_empty_folder(dest):
+        return publish_new(staging, dest)
+    check_replaceable(dest)
+    with disk_errors(staging):
+        sync_tree(staging)
+        old = staging
+        if not _exchange(staging, dest):
+            # A crash between the two renames leaves only the old export, under
+            # a hidden name that sweep() gives back.
+            old = dest.parent / _hidden(_OLD, dest.name)
+            os.rename(dest, old)
+            try:
+                os.rename(staging, dest)
+            except OSError:
+                os.rename(old, dest)
+                raise
+        sync_folder(dest.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return dest
+
+
+def check_replaceable(dest: Path) -> None:
+    """Refuse to delete a folder that is more than a model.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists``.
+    """
+    if not dest.is_dir():
+        raise usage_error("output-exists", dest.name, f"{dest} is a file")
+    for child in sorted(dest.iterdir()):
+        is_part = (
+            child.name in _MODEL_FOLDERS
+            if child.is_dir() and not child.is_symlink()
+            else child.name.endswith(_MODEL_FILES)
+        )
+        if not is_part:
+            raise usage_error(
+                "output-exists",
+                dest.name,
+                f"{dest} holds {child.name}, which is no part of an export",
+                "--force replaces a model folder only; take another --output",
+            )
+
+
+def point_link(link: Path, name: str) -> None:
+    """Let a link such as ``latest`` name a folder beside it, in one step.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists`` where a real file or folder has
+            this name.
+    """
+    if link.is_symlink():
+        if os.readlink(link) == name:
+            return
+    elif link.exists():
+        raise usage_error(
+            "output-exists", link.name, f"{link} is there and is not a link of ours"
+        )
+    beside = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+    with disk_errors(link):
+        try:
+            os.symlink(name, beside)
+            os.replace(beside, link)
+            sync_folder(link.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def retain(
+    parent: Path, keep_last: int | None, run_id: str | None = None
+) -> list[Path]:
+    """Remove old exports, never those that ``best`` or ``latest`` name or final ones.
+
+    Folders without a readable manifest are left alone. An export is renamed out
+    of sight before it is deleted, so that no half-deleted one is ever seen.
+
+    Args:
+        parent: The output_dir.
+        keep_last: How many of the newest to keep, failed ones not counted, which
+            go together with the exports around them; None keeps all.
+        run_id: Touch only exports of this run.
+
+    Returns:
+        What was removed.
+    """
+    if keep_last is None:
+        return []
+    linked = {(parent / link).resolve() for link in ("best", "latest")}
+    by_age: list[tuple[Path, Manifest]] = []
+    for folder in sorted(step_folders(parent), key=_published, reverse=True):
+        try:
+            manifest = Manifest.read(folder)
+        except SpecExportError:
+            continue
+        if run_id is None or manifest.run_id == run_id:
+            by_age.append((folder, manifest))
+    kept, removed = 0, []
+    for folder, manifest in by_age:
+        if kept < keep_last:
+            kept += manifest.status != "failed"
+        elif manifest.status != "final" and folder.resolve() not in linked:
+            trash = parent / _hidden(_TRASH, folder.name)
+            with disk_errors(folder):
+                os.rename(folder, trash)
+            shutil.rmtree(trash, ignore_errors=True)
+            removed.append(folder)
+    return removed
+
+
+def sweep(parent: Path) -> list[Path]:
+    """Remove what processes that died left behind; give an old export its name back.
+
+    Folders of processes that live are not touched, nor those of other machines
+    that are younger than a week.
+
+    Returns:
+        The hidden folders that are gone.
+    """
+    gone = []
+    for path in sorted(parent.glob(".*-*")):
+        match = _HIDDEN.fullmatch(path.name)
+        if not match or path.is_symlink() or not path.is_dir():
+            continue
+        prefix, name, machine, pid = match[1], match[2], match[3], int(match[4])
+        if machine == _machine():
+            if _alive(pid):
+                continue
+        elif time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
+            continue
+        try:
+            if prefix == _OLD and not os.path.lexists(parent / name):
+                os.rename(path, parent / name)
+            else:
+                shutil.rmtree(path)
+        except OSError:
+            continue  # another process sweeps too, or it is not ours to delete
+        gone.append(path)
+    return gone
+
+
+def _published(folder: Path) -> tuple[int, str]:
+    try:
+        return (folder / MANIFEST_NAME).stat().st_mtime_ns, folder.name
+    except OSError:
+        return 0, folder.name
+
+
+def _files_of(folder: Path) -> dict[str, str] | None:
+    """Digest by file name, of an export whose manifest can be read."""
+    try:
+        manifest = Manifest.read(folder)
+    except SpecExportError:
+        return None
+    return {name: entry.sha256 for name, entry in manifest.files.items()} or None
+
+
+def _hidden(prefix: str, name: str) -> str:
+    return f"{prefix}{name}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def _machine() -> str:
+    """Tells whether a process id can be looked up here: host, boot, namespace."""
+    parts = [socket.gethostname()]
+    try:
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    except OSError:
+        pass  # not Linux: the host alone
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass
+    return True
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _exists(dest: Path) -> SpecExportError:
+    return usage_error(
+        "output-exists",
+        dest.name,
+        f"{dest} exists",
+        "--force replaces it, or take another --output",
+    )
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where the system cannot."""
+    at_fdcwd, rename_exchange = -100, 2
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    result = rename(
+        at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange
+    )
+    return bool(result == 0)

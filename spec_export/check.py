@@ -1,0 +1,147 @@
+"""Can what a recipe will train be served? Answered from configurations alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spec_export.artifact.resolve import resolve_target
+from spec_export.artifact.target import Target, open_target
+from spec_export.export import facts_of_target
+from spec_export.findings import Finding, check_allow, warning
+from spec_export.layout.accounting import expected_tensors
+from spec_export.layout.plan import PluginChoice, make_plan
+from spec_export.layout.plan_types import Plan
+from spec_export.layout.releases import parse_release
+from spec_export.layout.template import templates
+from spec_export.layout.tensors import ITEM_SIZE, TensorInfo
+from spec_export.layout.variables import read_variables
+
+if TYPE_CHECKING:
+    from spec_export.training.recipe import CallbackConfig
+
+
+@dataclass
+class CheckResult:
+    """The answer to ``spec-export check``.
+
+    Attributes:
+        plan: How the draft will be exported.
+        draft_config: The speculators config.json that training will write.
+        findings: Those of the plan and of the recipe.
+        source_bytes: Size of speculators' own checkpoint, saved in bfloat16.
+        export_bytes: Size of the export's weights.
+    """
+
+    plan: Plan
+    draft_config: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+    source_bytes: int = 0
+    export_bytes: int = 0
+
+
+def check_recipe(
+    recipe: Path | Sequence[str],
+    settings: CallbackConfig | None = None,
+    *,
+    sglang: str | None = None,
+    plugin: PluginChoice | None = None,
+    allow: Sequence[str] = (),
+    target: Path | None = None,
+) -> CheckResult:
+    """Plan the export of what a recipe will train; builds no model.
+
+    Args:
+        recipe: A recipe file, or the arguments of ``speculators train``.
+        settings: Arguments of the callback; by default those of the recipe file.
+        sglang: Oldest release; the recipe's callback decides when it is None.
+        plugin: ``auto``, ``never`` or ``always``; the same.
+        allow: Codes accepted by name, besides the recipe's.
+        target: Stands in for the recipe's target; config.json is enough.
+
+    Returns:
+        The plan and its findings.
+
+    Raises:
+        SpecExportError: exit 2 for a recipe that does not parse; exit 1 when the
+            target's configuration is needed and missing.
+    """
+    from spec_export.training.draft_config import resolve_draft
+    from spec_export.training.recipe import check_output_dir, read_recipe
+
+    if settings is None and isinstance(recipe, Path):
+        settings = next(iter(read_recipe(recipe).exporters), None)
+    if settings is not None:
+        allow = (*allow, *settings.allow)
+        sglang, plugin = sglang or settings.sglang, plugin or settings.plugin
+    check_allow(allow)
+    release, findings = parse_release(sglang)
+    draft = resolve_draft(recipe, target)
+    if settings is not None:
+        check_output_dir(settings.output_dir, draft.save_path)
+    findings += draft.findings
+    opened = _open(target, draft.verifier)
+    tensors = expected_source(draft.config)
+    plan = make_plan(
+        draft.config,
+        tensors,
+        facts_of_target(opened),
+        release,
+        plugin=plugin or "auto",
+        allow=allow,
+        dtype=(settings.dtype if settings is not None else None) or "bfloat16",
+    )
+    findings += _no_effect(draft.speculator_type, draft.flags)
+    plan.findings = [*findings, *plan.findings]
+    return CheckResult(
+        plan,
+        draft.config,
+        plan.findings,
+        sum(t.nbytes for t in tensors.values()),
+        sum(_bytes(p.shape, p.kind) for p in plan.placements),
+    )
+
+
+def expected_source(config: dict[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors that speculators will save for a configuration."""
+    kind = config.get("speculators_model_type")
+    found = templates(kind) if isinstance(kind, str) else ()
+    if not found:
+        return {}
+    values, problems = read_variables(found[0], config, {}, None)
+    values |= {"layer_ids": [], "default_layer_ids": True}
+    problems = [p for p in problems if p.subject not in _TARGETS_OWN]
+    return {} if problems else expected_tensors(found[0], values)
+
+
+# Variables that only the target's configuration has; shapes do not depend on them.
+_TARGETS_OWN = frozenset({"num_hidden_layers"})
+
+
+def _open(target: Path | None, verifier: str) -> Target | None:
+    if target is not None:
+        return open_target(target)
+    return resolve_target(verifier, None)[0]
+
+
+def _bytes(shape: tuple[int, ...], kind: str) -> int:
+    size = ITEM_SIZE["I64"] if kind == "int64" else ITEM_SIZE["BF16"]
+    for n in shape:
+        size *= n
+    return size
+
+
+def _no_effect(speculator_type: str, flags: dict[str, Any]) -> list[Finding]:
+    if speculator_type == "eagle3" and flags.get("embed_requires_grad"):
+        return [
+            warning(
+                "embedding-flag-no-effect",
+                "embed_requires_grad",
+                "is true, but EAGLE-3 looks the embedding up without gradients, so "
+                "nothing of it is trained",
+                "leave the flag out (SGLang uses the target's embedding anyway)",
+            )
+        ]
+    return []

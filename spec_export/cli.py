@@ -1,0 +1,412 @@
+"""The command line: reads options, calls a room, prints what it says.
+
+With ``--json`` stdout is one object on every exit; people's output goes to stderr.
+Rooms are imported inside the commands, so that ``--help`` and ``show`` stay fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from spec_export.findings import (
+    Finding,
+    SpecExportError,
+    error,
+    has_errors,
+    usage_error,
+)
+
+app = typer.Typer(
+    name="spec-export",
+    help="Save speculators drafts in the layout that SGLang loads, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# typer carries its own copy of click since 0.2x; the public BadParameter leads to the
+# classes that are really raised.
+UsageProblem: Any = next(
+    c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException"
+)
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Sglang = Annotated[
+    str | None,
+    typer.Option("--sglang", help="Oldest SGLang release that will serve it."),
+]
+TargetDir = Annotated[
+    Path | None, typer.Option("--target", help="Folder of the target model.")
+]
+Plugin = Annotated[
+    str | None, typer.Option("--plugin", help="auto, never or always.", metavar="P")
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="Accept a deviation by its code; repeatable."),
+]
+
+
+@dataclass
+class Outcome:
+    """What a command has to say.
+
+    Attributes:
+        findings: Printed as ``error[code] subject: message``.
+        data: What ``--json`` adds to the object.
+        text: For a person, on stdout where it is the thing asked for.
+        answer: False where the answer is no without an error finding.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    answer: bool = True
+
+
+_OUTCOME: list[Outcome] = []
+
+
+def _say(outcome: Outcome) -> None:
+    _OUTCOME.append(outcome)
+
+
+def _plugin(value: str | None, default: str | None = "auto") -> Any:
+    if value is None:
+        return default
+    if value not in ("auto", "never", "always"):
+        raise usage_error(
+            "option-invalid", "--plugin", f"{value!r}", "one of auto, never, always"
+        )
+    return value
+
+
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def train(ctx: typer.Context) -> None:
+    """Train with the callbacks of a recipe; takes every speculators train flag."""
+    from spec_export.training.launch import main as launch
+
+    raise SystemExit(launch(ctx.args))
+
+
+@app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="A speculators recipe (YAML).")],
+    sglang: Sglang = None,
+    target: TargetDir = None,
+    plugin: Plugin = None,
+    allow: Allow = None,
+    as_json: Json = False,
+) -> None:
+    """Before any training: can what this recipe will train be served?"""
+    if not recipe.is_file():
+        raise usage_error("path-missing", str(recipe), "is not a file")
+    _need("speculators")
+    from spec_export.check import check_recipe
+    from spec_export.report.screen import plan_text
+
+    result = check_recipe(
+        recipe,
+        sglang=sglang,
+        plugin=_plugin(plugin, None),
+        allow=tuple(allow or ()),
+        target=target,
+    )
+    from spec_export.report.screen import plan_json
+
+    _say(
+        Outcome(
+            result.findings,
+            {
+                "plan": plan_json(result),
+                "min_version": result.plan.min_version or None,
+                "requires_plugin": result.plan.requires_plugin,
+            },
+            plan_text(result),
+        )
+    )
+
+
+@app.command()
+def finalize(
+    source: Annotated[Path, typer.Argument(help="Checkpoint, run or export.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the export goes.")
+    ] = None,
+    sglang: Sglang = None,
+    target: TargetDir = None,
+    plugin: Plugin = None,
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Forward comparison.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32.")
+    ] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Such as 5GB.")] = None,
+    allow: Allow = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an export at the output path.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn a checkpoint, a training folder or a saved export into a final export."""
+    from spec_export.export import ExportOptions
+    from spec_export.finalize import FinalizeOptions, summary
+    from spec_export.finalize import finalize as run
+    from spec_export.report.screen import final_text
+
+    options = FinalizeOptions(
+        output=output,
+        target=target,
+        compare=compare,
+        device=device,
+        force=force,
+        export=ExportOptions(
+            sglang=sglang,
+            plugin=_plugin(plugin),
+            allow=tuple(allow or ()),
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            status="final",
+        ),
+    )
+    result = run(source, options)
+    _say(Outcome(result.findings, summary(result), final_text(result)))
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(help="An export, or any draft folder.")],
+    target: TargetDir = None,
+    sglang: Sglang = None,
+    allow: Allow = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Repeat the forward comparison.")
+    ] = False,
+    files_only: Annotated[
+        bool, typer.Option("--files-only", help="Only the files' digests.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """The deployer's check: is this folder what it says, does it fit the target?"""
+    from spec_export.artifact.target import open_target
+    from spec_export.findings import check_allow
+    from spec_export.serving.verify import verify as run
+
+    check_allow(allow or ())
+    if compare:
+        from spec_export import comparison
+
+        comparison.require()
+    opened = open_target(target) if target is not None else None
+    result = run(
+        folder, opened, sglang=sglang, allow=tuple(allow or ()), files_only=files_only
+    )
+    data: dict[str, Any] = {"status": result.status, "verdict": result.verdict}
+    if compare and not has_errors(result.findings):
+        leg = comparison.leg_of_probe(folder, opened, device, sglang)
+        result.findings += leg.findings
+        if leg.verdict == "fail" and not has_errors(leg.findings):
+            result.findings.append(error("comparison-failed", "layout", leg.reason))
+        if leg.verdict == "not run":
+            result.findings.append(error("comparison-not-run", "--compare", leg.reason))
+        data |= {"verdict": leg.verdict, "comparison": leg.to_json()}
+    words = f"{folder}: status {data['status']}, comparison {data['verdict']}"
+    _say(Outcome(result.findings, data, words))
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="An export.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Every tensor.")] = False,
+    launch: Annotated[
+        bool, typer.Option("--launch", help="The exact server command.")
+    ] = False,
+    manifest: Annotated[
+        bool, typer.Option("--manifest", help="The manifest itself.")
+    ] = False,
+    target: Annotated[
+        str | None, typer.Option("--target", help="For the launch line.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The manifest for a person, or the server command."""
+    from spec_export.artifact.manifest import Manifest
+    from spec_export.report import screen
+    from spec_export.serving.launch import launch_argv, launch_line
+
+    if not folder.is_dir():
+        raise usage_error("path-missing", str(folder), "is not a folder")
+    content = Manifest.read(folder)
+    if launch:
+        argv = launch_argv(content, folder, target)
+        _say(Outcome([], {"launch": argv}, launch_line(content, folder, target)))
+    elif tensors:
+        table = content.to_json()["tensors"]
+        _say(Outcome([], {"tensors": table}, screen.tensor_text(content)))
+    else:
+        whole = content.to_json()
+        text = json.dumps(whole, indent=2) if manifest else screen.show_text(content)
+        _say(Outcome([], {"manifest": whole}, text))
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="An export.")],
+    b: Annotated[Path, typer.Argument(help="Another one.")],
+    as_json: Json = False,
+) -> None:
+    """Which tensors, config keys and facts differ; exit 1 if any does."""
+    from spec_export.report.screen import diff_text
+    from spec_export.serving.diff import diff as run
+
+    for folder in (a, b):
+        if not folder.is_dir():
+            raise usage_error("path-missing", str(folder), "is not a folder")
+    found = run(a, b)
+    _say(
+        Outcome(
+            [],
+            {"differences": found},
+            diff_text(found),
+            answer=not found,
+        )
+    )
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Versions, devices, what is missing, each with its fix."""
+    from spec_export.report.doctor import examine
+
+    rows, findings = examine()
+    text = "\n".join(f"{r['what']:<14} {r['state']}" for r in rows)
+    _say(Outcome(findings, {"checks": rows}, text))
+
+
+def _need(package: str) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec(package) is None:
+        raise usage_error(
+            "dependency-missing",
+            package,
+            "is not installed; this command asks its own code",
+            'pip install "spec-export[train]"',
+        )
+
+
+# ------------------------------------------------------------------ printing, exits
+def _print_findings(findings: Iterable[Finding]) -> None:
+    for f in findings:
+        print(f"{f.severity}[{f.code}] {f.subject}: {f.message}", file=sys.stderr)
+        if f.hint:
+            print(f"  hint: {f.hint}", file=sys.stderr)
+
+
+def _finish(command: str, as_json: bool, outcome: Outcome, code: int) -> int:
+    if as_json:
+        payload = {
+            "ok": code == 0,
+            "command": command,
+            "findings": [f.to_json() for f in outcome.findings],
+            **outcome.data,
+        }
+        print(json.dumps(payload, ensure_ascii=False))
+    else:
+        _print_findings(outcome.findings)
+        if outcome.text:
+            print(outcome.text)
+    return code
+
+
+def _usage(exc: Any) -> Outcome:
+    param = getattr(exc, "param", None)
+    subject = "command line" if param is None else str(param.name)
+    hint = "spec-export --help"
+    ctx = getattr(exc, "ctx", None)
+    if ctx is not None:
+        hint = f"{ctx.command_path} --help"
+    return Outcome([error("option-invalid", subject, exc.format_message(), hint)])
+
+
+def _on_signal(number: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def run(argv: list[str]) -> int:
+    """Run one command.
+
+    Args:
+        argv: Arguments without the program's name.
+
+    Returns:
+        The exit code of design.md 4.
+    """
+    command = next((a for a in argv if not a.startswith("-")), "")
+    as_json = "--json" in argv and command != "train"
+    _OUTCOME.clear()
+    try:
+        code = app(argv, prog_name="spec-export", standalone_mode=False)
+    except UsageProblem as exc:
+        return _finish(command, as_json, _usage(exc), 2)
+    except typer.Exit as exc:
+        return int(exc.exit_code)
+    except typer.Abort:
+        return 128 + signal.SIGINT
+    except SpecExportError as exc:
+        return _finish(command, as_json, Outcome(exc.findings), exc.exit_code)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else 1
+    except Exception as exc:
+        if os.environ.get("SPEC_EXPORT_DEBUG") == "1":
+            raise
+        return _finish(command, as_json, _bug(exc), 101)
+    if not _OUTCOME:
+        return int(code or 0)
+    outcome = _OUTCOME.pop()
+    failed = has_errors(outcome.findings) or not outcome.answer
+    return _finish(command, as_json, outcome, 1 if failed else 0)
+
+
+def _bug(exc: Exception) -> Outcome:
+    return Outcome(
+        [
+            error(
+                "internal-error",
+                type(exc).__name__,
+                f"{exc}",
+                "this is a bug in spec-export; SPEC_EXPORT_DEBUG=1 shows where",
+            )
+        ]
+    )
+
+
+def main() -> NoReturn:
+    """Entry point of the ``spec-export`` script."""
+    signal.signal(signal.SIGTERM, _on_signal)
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Joins sources and exports with the judge: who is compared with whom, on which device.
+
+torch is imported inside the functions, after ``require`` has said what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_export.artifact.source import Source
+from spec_export.artifact.target import Target
+from spec_export.findings import usage_error
+from spec_export.judge.verdict import Leg, not_run
+from spec_export.layout.releases import newest_known
+
+if TYPE_CHECKING:
+    import torch
+
+POSITIONS = 256
+STEPS = 3
+
+
+def require(*packages: str) -> None:
+    """Say which packages a comparison needs and lacks.
+
+    Args:
+        packages: Those needed besides torch.
+
+    Raises:
+        SpecExportError: exit 2, ``dependency-missing``.
+    """
+    missing = [
+        name for name in ("torch", *packages) if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise usage_error(
+            "dependency-missing",
+            "--compare",
+            f"the forward comparison needs {', '.join(missing)}, not installed here",
+            'pip install "spec-export[train]", or --no-compare',
+        )
+
+
+def choose_device(device: str) -> str:
+    """``auto`` is CUDA where there is one.
+
+    Raises:
+        SpecExportError: exit 2 for ``cuda`` without a CUDA device.
+    """
+    import torch
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise usage_error(
+            "option-invalid", "--device", f"{device!r}", "one of auto, cpu, cuda"
+        )
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise usage_error(
+            "option-invalid", "--device", "cuda: no CUDA device here", "--device cpu"
+        )
+    return device
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    """A numpy array (ml_dtypes' bfloat16 included) as a tensor of the same bits."""
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(np.array(array).view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(array))
+
+
+def judge_of_checkpoint(
+    source: Source,
+    target: Target | None,
+    device: str,
+    release: str | None,
+    positions: int = POSITIONS,
+    steps: int = STEPS,
+) -> Callable[[Path], Mapping[str, Leg]]:
+    """The comparison of a checkpoint, to be run on a staging folder.
+
+    speculators' own class is filled from the checkpoint, rounded to the dtype of the
+    export; the serving reference reads the folder alone. The folder gets a probe.
+    """
+    place = choose_device(device)
+
+    def judge(folder: Path) -> Mapping[str, Leg]:
+        from spec_export.judge import training_module
+        from spec_export.judge.inputs import Inputs
+        from spec_export.judge.run import layout_leg
+
+        borrowed = _borrowed(source, target)
+        module = training_module(
+            source.config,
+            lambda name: (
+                borrowed[name] if name in borrowed else as_torch(source.read(name))
+            ),
+            [*source.tensors, *borrowed],
+            saved_dtype=saved_dtype_of(folder),
+            device=place,
+        )
+        # Without the target at hand the serving side gets what training used.
+        served = target.path if target is not None and _readable(target) else None
+        own: Any = module.get_parameter("embed_tokens.weight")
+        layout = layout_leg(
+            folder,
+            module,
+            Inputs.for_config(source.config, positions=positions),
+            target=served,
+            embed=own if served is None else None,
+            release=release or newest_known(),
+            device=place,
+            steps=steps,
+            write_probe=True,
+        )
+        return {
+            "cast": not_run("cast", "a checkpoint has no live module any more"),
+            "layout": layout,
+            "engine": not_run("engine", "the real SGLang was not run here"),
+        }
+
+    return judge
+
+
+def leg_of_probe(
+    folder: Path, target: Target | None, device: str, release: str | None
+) -> Leg:
+    """Leg 2 again, from the probe in an export; needs no speculators."""
+    from spec_export.judge.run import probe_leg
+    from spec_export.judge.stored_probe import load_probe
+
+    if not _readable(target):
+        return not_run("layout", "the target's embedding is needed: --target DIR")
+    assert target is not None
+    return probe_leg(
+        folder,
+        load_probe(folder),
+        target=target.path,
+        release=release or newest_known(),
+        device=choose_device(device),
+    )
+
+
+def saved_dtype_of(folder: Path) -> Any:
+    """The float dtype of an export, as torch names it."""
+    import json
+
+    import torch
+
+    name = json.loads((folder / "config.json").read_text())["dtype"]
+    return getattr(torch, name)
+
+
+def _readable(target: Target | None) -> bool:
+    return (
+        target is not None
+        and target.find("embedding") is not None
+        and target.packed("embedding") is None
+    )
+
+
+def _borrowed(source: Source, target: Target | None) -> dict[str, torch.Tensor]:
+    """What a slim checkpoint leaves to the target: training used the target's."""
+    from spec_export.artifact.values import target_ids
+
+    out: dict[str, torch.Tensor] = {}
+    if target is None or not target.has_weights:
+        return out
+    if "embed_tokens.weight" not in source.tensors:
+        out["embed_tokens.weight"] = as_torch(target.read("embedding"))
+    if "lm_head.weight" not in source.tensors:
+        rows = target_ids(source.read("d2t")) if "d2t" in source.tensors else None
+        out["lm_head.weight"] = as_torch(target.read("head", rows))
+    return out

@@ -1,0 +1,535 @@
+"""The legs of the comparison, end to end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spec_export.findings import Finding, error, warning
+from spec_export.judge.block_probe import (
+    block_differences,
+    block_rows,
+    diagnose_block,
+    is_block,
+    proposals,
+)
+from spec_export.judge.budget import fitting
+from spec_export.judge.compare import (
+    NARROW_FACTOR,
+    REORDERED_FACTOR,
+    calibrated,
+    compare_logits,
+    fixed,
+    largest,
+)
+from spec_export.judge.diagnose import diagnose
+from spec_export.judge.explain import token_map_differences
+from spec_export.judge.inputs import Inputs, document_spans
+from spec_export.judge.modes import (
+    ChangedWeights,
+    ReorderedSums,
+    jittered,
+    rounded_to,
+)
+from spec_export.judge.probe import (
+    LOSS_ONLY,
+    chain_inputs,
+    drafting_module,
+    target_ids,
+    training_logits,
+)
+from spec_export.judge.reference import load_reference
+from spec_export.judge.reference.block import BlockReference
+from spec_export.judge.reference.eagle3 import Eagle3Reference
+from spec_export.judge.reference.serving_config import (
+    ReferenceUnsupported,
+    ServingError,
+)
+from spec_export.judge.seeded import digest
+from spec_export.judge.stored_probe import Probe, save_probe
+from spec_export.judge.target import TargetUnreadable, target_tensors
+from spec_export.judge.verdict import Leg, LegName, StepMetrics, Tolerance, not_run
+
+NEWEST = "0.5.23"
+# Up to here the fixed bound of design.md 7 holds for float32.
+SMALL_HIDDEN = 512
+CHAIN_POSITIONS = 32
+CHAINS = 2
+PROBE_NOTE = (
+    "from the probe of the export: the largest logits of each position, log sums and "
+    "projections; the KL is a lower bound"
+)
+
+
+def layout_leg(
+    folder: Path,
+    module: nn.Module,
+    inputs: Inputs,
+    *,
+    target: Path | None = None,
+    embed: torch.Tensor | None = None,
+    head: torch.Tensor | None = None,
+    release: str = NEWEST,
+    device: str | torch.device = "cpu",
+    steps: int = 3,
+    window: int | None = None,
+    max_seconds: float | None = None,
+    saved_dtype: torch.dtype | None = None,
+    write_probe: bool = False,
+    probe_metadata: Mapping[str, Any] | None = None,
+) -> Leg:
+    """Leg 2: the training module against what SGLang makes of the export.
+
+    The serving side reads the export folder and the target's embedding and head only.
+    Compared are teacher-forced chained steps on all rows, greedy chains in which the
+    drafted tokens are fed back, and the whole token map.
+
+    Args:
+        folder: The export.
+        module: The training side (``training_module``, or a live module); its dtype is
+            that of the computation on both sides. Not for FSDP: rebuild the module
+            from a snapshot.
+        inputs: The rows.
+        target: Folder of the target model, opened here.
+        embed: The target's embedding, instead of ``target``.
+        head: The target's head, where SGLang takes it from there.
+        release: SGLang release whose rules apply.
+        device: Where the serving side computes.
+        steps: Chained draft steps.
+        window: ``--speculative-draft-window-size`` of the launch line.
+        max_seconds: Time budget; fewer positions are compared where it is short.
+        saved_dtype: Round the training side's weights to it, for a live module.
+        write_probe: Write ``folder/probe/`` unless the leg fails.
+        probe_metadata: JSON values to keep in the probe.
+
+    Returns:
+        The leg; never raises for what SGLang would refuse (that is a failed leg).
+    """
+    began = time.monotonic()
+    dtype = drafting_module(module).fc.weight.dtype
+    reference = _open_reference(
+        folder, target, embed, head, release, device, window, dtype
+    )
+    if isinstance(reference, Leg):
+        return reference
+    draft = drafting_module(module)
+    if isinstance(reference, BlockReference):
+        steps, inputs = proposals(draft), block_rows(draft, inputs)
+
+    saved = saved_dtype or dtype
+
+    def training(rows: Inputs, compute: torch.dtype = dtype) -> list[torch.Tensor]:
+        with ChangedWeights(lambda w: w.to(saved).to(compute)):
+            return training_logits(module, rows, steps, compute=compute)
+
+    asked = len(inputs)
+    if max_seconds is not None:
+        inputs = fitting(inputs, max_seconds / 5, training, reference.device)
+    try:
+        if isinstance(reference, BlockReference):
+            wrong = block_differences(reference, draft)
+            if wrong:
+                return _failed("layout", "; ".join(wrong), ())
+        trained = training(inputs)
+        served = _serve(reference, inputs, steps)
+        metrics = compare_logits(trained, served, inputs.rows())
+    except (ServingError, ValueError) as problem:
+        return _failed("layout", str(problem), ())
+    small = draft.hidden_size <= SMALL_HIDDEN
+    if small and dtype is torch.float32 and largest(metrics) <= fixed().max_rel:
+        tolerance = fixed()
+    else:
+        tolerance = _layout_tolerance(training, inputs, trained, dtype, small)
+    problems = _problems(reference, metrics, tolerance)
+    problems += token_map_differences(reference, target_ids(module))
+    chains: tuple[StepMetrics, ...] = ()
+    if not problems:
+        with ChangedWeights(rounded_to(saved)):
+            chains = _compare_chains(module, reference, inputs, steps)
+        problems = _over(chains, tolerance, "logits of free-running chains")
+    diagnosis: list[str] = []
+    if problems:
+        with ChangedWeights(rounded_to(saved)):
+            level = tolerance.max_rel
+            if isinstance(reference, BlockReference):
+                diagnosis = _diagnose_block(module, reference, inputs, level)
+            else:
+                diagnosis = diagnose(module, reference, inputs, steps, level, saved)
+    elif write_probe:
+        save_probe(
+            folder,
+            inputs,
+            trained,
+            hot_ids=target_ids(module),
+            tolerance=tolerance,
+            metadata=probe_metadata,
+        )
+    return Leg(
+        "layout",
+        "fail" if problems else "pass",
+        "; ".join(problems),
+        device=str(reference.device),
+        dtype=_name(dtype),
+        positions=len(inputs.rows()),
+        steps=steps,
+        metrics=metrics,
+        free_running=chains,
+        tolerance=tolerance,
+        diagnosis=tuple(diagnosis),
+        notes=_notes(reference, inputs),
+        seconds=time.monotonic() - began,
+        findings=_findings("layout", problems, diagnosis, asked, len(inputs)),
+    )
+
+
+def probe_leg(
+    folder: Path,
+    probe: Probe,
+    *,
+    target: Path | None = None,
+    embed: torch.Tensor | None = None,
+    head: torch.Tensor | None = None,
+    release: str = NEWEST,
+    device: str | torch.device = "cpu",
+    window: int | None = None,
+) -> Leg:
+    """Leg 2 repeated from the probe that travels with an export.
+
+    Needs neither speculators nor the training module. The tolerance is the larger of
+    the recorded one and the noise of the serving reference on this machine.
+
+    Args:
+        folder: The export.
+        probe: ``load_probe(folder)``.
+        target: Folder of the target model.
+        embed: The target's embedding, instead of ``target``.
+        head: The target's head.
+        release: SGLang release whose rules apply.
+        device: Where to compute, in float32.
+        window: ``--speculative-draft-window-size`` of the launch line.
+    """
+    began = time.monotonic()
+    dtype, inputs = torch.float32, probe.inputs
+    reference = _open_reference(
+        folder, target, embed, head, release, device, window, dtype
+    )
+    if isinstance(reference, Leg):
+        return reference
+    try:
+        served = _serve(reference, inputs, probe.steps)
+        metrics = probe.compare(served)
+    except (ServingError, RuntimeError, ValueError) as problem:
+        return _failed("layout", str(problem), ())
+    with ReorderedSums():
+        again = _serve(reference, inputs.shifted(1), probe.steps)
+    noise = compare_logits(served, again, inputs.rows())
+    here = calibrated(noise, dtype, REORDERED_FACTOR, "reordered sums")
+    tolerance = max(probe.tolerance, here, key=lambda t: t.max_rel)
+    problems = _problems(reference, metrics, tolerance)
+    ids = torch.arange(reference.config.draft_vocab_size)
+    if digest(reference.to_target(ids).cpu().long()) != probe.hot_ids_digest:
+        problems.append("the token map is not the one of training")
+    return Leg(
+        "layout",
+        "fail" if problems else "pass",
+        "; ".join(problems),
+        device=str(reference.device),
+        dtype=_name(dtype),
+        positions=len(inputs.rows()),
+        steps=probe.steps,
+        metrics=metrics,
+        tolerance=tolerance,
+        notes=(PROBE_NOTE, *_notes(reference, inputs)),
+        seconds=time.monotonic() - began,
+        findings=_findings("layout", problems, [], len(inputs), len(inputs)),
+    )
+
+
+def cast_leg(
+    live_module: nn.Module,
+    inputs: Inputs,
+    saved_dtype: torch.dtype | str,
+    steps: int = 3,
+    *,
+    max_seconds: float | None = None,
+) -> Leg:
+    """Leg 1: a live module against the same with its weights at the saved dtype.
+
+    Weights are rounded one by one where they are used, so the live module is left
+    untouched, bit for bit, and no second copy exists. Under FSDP2 every rank must call
+    this (a forward is a collective). Fails if a weight or logit is not finite at the
+    saved dtype, or if rounding costs more than random errors of its size do.
+
+    Args:
+        live_module: The module in training, or a wrapper of it.
+        inputs: The rows.
+        saved_dtype: Dtype of the export, or its name.
+        steps: Chained draft steps.
+        max_seconds: Time budget; fewer positions are compared where it is short.
+    """
+    began = time.monotonic()
+    if isinstance(saved_dtype, str):
+        saved_dtype = getattr(torch, saved_dtype)
+        assert isinstance(saved_dtype, torch.dtype)
+    weight = drafting_module(live_module).fc.weight
+    asked = len(inputs)
+    draft = drafting_module(live_module)
+    if is_block(draft):
+        steps, inputs = proposals(draft), block_rows(draft, inputs)
+        asked = len(inputs)
+    if max_seconds is not None:
+        inputs = fitting(
+            inputs,
+            max_seconds / 3,
+            lambda rows: training_logits(live_module, rows, steps),
+            weight.device,
+            together=hasattr(weight, "device_mesh"),
+        )
+    live = training_logits(live_module, inputs, steps)
+    with ChangedWeights(rounded_to(saved_dtype)):
+        rounded = training_logits(live_module, inputs, steps)
+    metrics = compare_logits(live, rounded, inputs.rows())
+    del rounded
+    with ChangedWeights(jittered(saved_dtype)):
+        noisy = training_logits(live_module, inputs, steps)
+    noise = compare_logits(live, noisy, inputs.rows())
+    what = f"random errors of half a unit of {_name(saved_dtype)} in each weight"
+    tolerance = calibrated(noise, weight.dtype, NARROW_FACTOR, what)
+    problems = _not_finite(live_module, saved_dtype)
+    problems += _over(metrics, tolerance, "logits")
+    return Leg(
+        "cast",
+        "fail" if problems else "pass",
+        "; ".join(problems),
+        device=str(weight.device),
+        dtype=_name(live[0].dtype),
+        positions=len(inputs.rows()),
+        steps=steps,
+        metrics=metrics,
+        tolerance=tolerance,
+        notes=(f"weights rounded to {_name(saved_dtype)}",),
+        seconds=time.monotonic() - began,
+        findings=_findings("cast", problems, [], asked, len(inputs)),
+    )
+
+
+def _diagnose_block(
+    module: nn.Module, reference: BlockReference, inputs: Inputs, level: float
+) -> list[str]:
+    """Both sides once more on a few rows of one document, stage by stage."""
+    one = inputs.first(16)
+    one = replace(one, document_ids=torch.zeros_like(one.document_ids), seed=None)
+    trained: list[tuple[str, torch.Tensor]] = []
+    served: list[tuple[str, torch.Tensor]] = []
+    training_logits(module, one, 1, on_output=lambda n, v: trained.append((n, v)))
+    reference.teacher_forced(
+        one.token_ids,
+        one.aux,
+        one.position_ids,
+        one.document_ids,
+        1,
+        lambda _, n, v: served.append((n, v)),
+    )
+    return diagnose_block(trained, served, level)
+
+
+def engine_leg(reason: str) -> Leg:
+    """Leg 3 of a process that does not run SGLang: ``not run``, with the reason."""
+    return not_run("engine", reason)
+
+
+# --- parts --------------------------------------------------------------------------
+
+
+def _open_reference(
+    folder: Path,
+    target: Path | None,
+    embed: torch.Tensor | None,
+    head: torch.Tensor | None,
+    release: str,
+    device: str | torch.device,
+    window: int | None,
+    dtype: torch.dtype,
+) -> Eagle3Reference | BlockReference | Leg:
+    """The serving side, or the leg that says why there is none."""
+    try:
+        if target is not None:
+            embed, head = target_tensors(target)
+        return load_reference(
+            folder,
+            embed=embed,
+            head=head,
+            release=release,
+            dtype=dtype,
+            device=device,
+            window=window,
+        )
+    except ServingError as problem:
+        return _failed("layout", f"SGLang would not load it: {problem}", ())
+    except (ReferenceUnsupported, TargetUnreadable) as problem:
+        leg = not_run("layout", str(problem))
+        return _with_finding(
+            leg, warning("comparison-not-run", "comparison.layout", str(problem))
+        )
+
+
+def _with_finding(leg: Leg, finding: Finding) -> Leg:
+    return Leg(leg.leg, leg.verdict, leg.reason, findings=(finding,))
+
+
+def _failed(name: LegName, reason: str, diagnosis: Sequence[str]) -> Leg:
+    return Leg(
+        name,
+        "fail",
+        reason,
+        diagnosis=tuple(diagnosis),
+        findings=_findings(name, [reason], diagnosis, 0, 0),
+    )
+
+
+def _serve(
+    reference: Eagle3Reference | BlockReference, inputs: Inputs, steps: int
+) -> list[torch.Tensor]:
+    return reference.teacher_forced(
+        inputs.token_ids, inputs.aux, inputs.position_ids, inputs.document_ids, steps
+    )
+
+
+def _compare_chains(
+    module: nn.Module,
+    reference: Eagle3Reference | BlockReference,
+    inputs: Inputs,
+    steps: int,
+) -> tuple[StepMetrics, ...]:
+    """Greedy chains, each in its own document: both sides feed back through their own map.
+
+    Chains longer than a window are left out: a server's window moves with the drafted
+    tokens, training's does not.
+    """
+    rows, starts, drafted = chain_inputs(module, inputs.first(CHAIN_POSITIONS), steps)
+    spans = list(document_spans(rows.document_ids))
+    shortest = _shortest_window(reference)
+    kept, serving = [], []
+    for chain, last in enumerate(starts.tolist()[:CHAINS]):
+        first = next(start for start, end in spans if start <= last < end)
+        if last - first + steps > shortest:
+            continue
+        kept.append(last)
+        prefix = slice(first, last + 1)
+        logits, _ = reference.free_running(
+            rows.token_ids[prefix],
+            rows.aux[prefix],
+            rows.position_ids[prefix],
+            steps,
+            drafted[chain],
+        )
+        serving.append(logits)
+    if not kept:
+        return ()
+    training = [step[kept] for step in training_logits(module, rows, steps)]
+    return compare_logits(training, list(torch.stack(serving, 1)))
+
+
+def _layout_tolerance(
+    training: Callable[..., list[torch.Tensor]],
+    inputs: Inputs,
+    trained: list[torch.Tensor],
+    dtype: torch.dtype,
+    small: bool,
+) -> Tolerance:
+    """What two correct computations may differ by, measured in this run."""
+    if dtype is not torch.float32:
+        exact = training(inputs, torch.float32)
+        noise = compare_logits(exact, trained, inputs.rows())
+        return calibrated(noise, dtype, NARROW_FACTOR, f"{_name(dtype)} arithmetic")
+    # SGLang counts positions from 0 and speculators from 1.
+    with ReorderedSums():
+        again = training(inputs.shifted(1))
+    noise = compare_logits(trained, again, inputs.rows())
+    measured = calibrated(noise, dtype, REORDERED_FACTOR, "reordered sums")
+    bounds = [fixed(), measured] if small else [measured]
+    return max(bounds, key=lambda t: t.max_rel)
+
+
+def _problems(
+    reference: Eagle3Reference | BlockReference,
+    metrics: Sequence[StepMetrics],
+    tolerance: Tolerance,
+) -> list[str]:
+    random = [k for k, v in reference.report.missing.items() if v == "random"]
+    problems = [f"{name} is uninitialised memory in SGLang" for name in random]
+    return problems + _over(metrics, tolerance, "logits")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _over(metrics: Sequence[StepMetrics], tolerance: Tolerance, what: str) -> list[str]:
+    if largest(metrics) <= tolerance.max_rel:
+        return []
+    worst = max(metrics, key=lambda m: m.max_rel)
+    first = next(m for m in metrics if m.max_rel > tolerance.max_rel)
+    said = f"{what} differ by {worst.max_rel:.2e} of their range"
+    allowed = f"(allowed: {tolerance.max_rel:.2e})"
+    return [f"{said} {allowed}, from step {first.step} on"]
+
+
+def _shortest_window(reference: Eagle3Reference | BlockReference) -> float:
+    layers = range(reference.config.num_layers)
+    windows = [w for i in layers if (w := reference.window_of(i)) is not None]
+    return min(windows, default=math.inf)
+
+
+def _not_finite(module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Weights that the saved dtype cannot hold."""
+    return [
+        f"{name} is not finite as {_name(dtype)}"
+        for name, value in drafting_module(module).named_parameters()
+        if name.split(".")[0] not in LOSS_ONLY
+        and not bool(value.detach().to(dtype).isfinite().all())
+    ]
+
+
+def _notes(
+    reference: Eagle3Reference | BlockReference, inputs: Inputs
+) -> tuple[str, ...]:
+    notes = []
+    if reference.report.dropped:
+        names = ", ".join(reference.report.dropped)
+        notes.append(f"tensors of the export that SGLang drops: {names}")
+    ones = [k for k, v in reference.report.missing.items() if v == "ones"]
+    if ones:
+        notes.append(f"norms that stay at ones in SGLang: {', '.join(ones)}")
+    longest = max(b - a for a, b in document_spans(inputs.document_ids))
+    if longest > _shortest_window(reference):
+        notes.append(
+            "the window is counted from the first drafted position, as in training; "
+            "SGLang's moves on with each drafted token"
+        )
+    return tuple(notes)
+
+
+def _findings(
+    name: LegName,
+    problems: Sequence[str],
+    diagnosis: Sequence[str],
+    asked: int,
+    used: int,
+) -> tuple[Finding, ...]:
+    out = []
+    if problems:
+        hint = "; ".join(diagnosis) or None
+        subject = f"comparison.{name}"
+        out.append(error("comparison-failed", subject, "; ".join(problems), hint))
+    if used < asked:
+        message = f"{used} of {asked} positions fit into the time allowed"
+        out.append(warning("comparison-reduced", f"comparison.{name}", message))
+    return tuple(out)

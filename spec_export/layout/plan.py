@@ -1,0 +1,392 @@
+"""Plans an export: pure decisions over names, shapes and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from spec_export.findings import (
+    CODES,
+    Finding,
+    Severity,
+    apply_allow,
+    error,
+    finding,
+    has_errors,
+    info,
+    usage_error,
+    warning,
+)
+from spec_export.layout.accounting import account
+from spec_export.layout.config import build_config
+from spec_export.layout.expressions import evaluate, fields, names
+from spec_export.layout.plan_types import Plan
+from spec_export.layout.releases import newest_known
+from spec_export.layout.targets import TargetFacts, capture_ids, context_length
+from spec_export.layout.template import Template, families, templates
+from spec_export.layout.tensors import TensorInfo
+from spec_export.layout.variables import dig, read_variables
+
+PluginChoice = Literal["auto", "never", "always"]
+_FAMILY_HINTS = {
+    "peagle": "train --speculator-type eagle3 or dflash instead",
+    "xpress": "train --speculator-type dflash or dspark instead",
+}
+
+
+def make_plan(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    target: TargetFacts | None,
+    release: Version,
+    *,
+    plugin: PluginChoice = "auto",
+    allow: Iterable[str] = (),
+    dtype: str = "bfloat16",
+    recipe: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Decide how a draft becomes an export.
+
+    A stock class is taken where one is exact (the first template of the family that
+    is). Under ``plugin="auto"`` the
+    plug-in's class is taken where only that is exact; ``always`` takes it in any
+    case, ``never`` not at all.
+
+    Args:
+        config: The speculators config.json.
+        tensors: What the checkpoint or module holds.
+        target: The target, or None if its configuration is not at hand.
+        release: The oldest release that the deployers run.
+        plugin: The choice above.
+        allow: Codes of deviations that the user accepts.
+        dtype: Saved float dtype.
+        recipe: ``train`` block that training recorded, for flags that old
+            configurations lack.
+
+    Returns:
+        The plan; ``plan.ok`` says whether it may be written.
+
+    Raises:
+        SpecExportError: exit 2 when ``plugin="always"`` and there is no plug-in
+            class for this family.
+    """
+    kind = config.get("speculators_model_type")
+    found = templates(kind) if isinstance(kind, str) else ()
+    if not found:
+        return _no_family(kind)
+    stock = [t for t in found if not t.serves.plugin]
+    plugged = [t for t in found if t.serves.plugin]
+    allow = tuple(allow)
+
+    def attempt(template: Template, allow: tuple[str, ...] = allow) -> Plan:
+        return plan_with(
+            template, config, tensors, target, release, allow, dtype, recipe
+        )
+
+    if plugin == "always":
+        if not plugged:
+            raise usage_error(
+                "option-invalid",
+                "--plugin",
+                f"always: the serving plug-in has no class for {kind} drafts",
+                "use --plugin auto",
+            )
+        return attempt(plugged[0])
+    plan = _first_exact(stock, attempt) if stock else attempt(plugged[0])
+    if plan.ok or plugin == "never" or not plugged or not stock:
+        return plan
+    second = attempt(plugged[0])
+    if not second.ok:
+        return plan
+    reasons = sorted(_reasons(plan))
+    second.findings.append(
+        info(
+            "plugin-needed",
+            "--plugin",
+            f"stock SGLang is not exact here ({', '.join(reasons)}); the export is "
+            "written for the spec-export plug-in",
+            "pip install spec-export on the server",
+        )
+    )
+    return second
+
+
+def _first_exact(stock: list[Template], attempt: Callable[..., Plan]) -> Plan:
+    """The first template that is exact, before any that is so only by permission."""
+    plan = attempt(stock[0])
+    if len(stock) == 1 or (plan.ok and attempt(stock[0], ()).ok):
+        return plan
+    for template in stock[1:]:
+        other = attempt(template, ())
+        if other.ok:
+            reasons = ", ".join(sorted(_reasons(attempt(stock[0], ()))))
+            other.findings.append(
+                info(
+                    "exact-rewrite",
+                    "architectures",
+                    f"written for {other.architecture} ({other.algorithm}): "
+                    f"{plan.architecture} would not be exact ({reasons})",
+                    "start the server with the launch line of the export; it has "
+                    f"--speculative-algorithm {other.algorithm}",
+                )
+            )
+            return other
+    return plan
+
+
+def _reasons(plan: Plan) -> set[str]:
+    return {f.code for f in plan.findings if f.severity is Severity.ERROR}
+
+
+def _no_family(kind: Any) -> Plan:
+    hint = _FAMILY_HINTS.get(str(kind), f"known families: {', '.join(families())}")
+    plan = Plan(template="", architecture="", algorithm="")
+    plan.findings.append(
+        error(
+            "family-unsupported",
+            "speculators_model_type",
+            f"is {kind!r}; no SGLang class serves it (every release up to "
+            f"{newest_known()})",
+            hint,
+        )
+    )
+    return plan
+
+
+def plan_with(
+    template: Template,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    target: TargetFacts | None,
+    release: Version,
+    allow: tuple[str, ...] = (),
+    dtype: str = "bfloat16",
+    recipe: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Plan with one given template; arguments as in ``make_plan``."""
+    serves = template.serves
+    plan = Plan(template.template, serves.architecture, serves.algorithm)
+    plan.requires_plugin = serves.plugin
+    # A multimodal target keeps its quantisation beside the text configuration.
+    about = None if target is None else {**target.config, **target.text}
+    values, problems = read_variables(template, config, about, recipe)
+    plan.findings += problems
+    if target is None:
+        plan.findings.append(
+            error(
+                "target-needed",
+                "speculators_config.verifier.name_or_path",
+                "the target's config.json is not at hand; layer ids depend on its "
+                "class and depth",
+                "give the target's folder with --target DIR",
+            )
+        )
+    demands = [(serves.since, f"{serves.architecture}")]
+    _capture(template, config, target, release, values, plan, demands)
+    if _unreadable(template, values):
+        plan.findings = apply_allow(plan.findings, allow)
+        return plan
+    accounts = account(
+        template, tensors, values, "missing" if target is None else target.head
+    )
+    plan.placements, plan.fates = accounts.placements, accounts.fates
+    plan.from_target, plan.nonzero = accounts.from_target, accounts.nonzero
+    plan.findings += accounts.findings
+    _conditions(template, values, plan)
+    _features(template, values, release, plan, demands)
+    _flags(template, values, release, plan, demands)
+    plan.config, plan.config_changes, problems = build_config(
+        template, config, values, dtype
+    )
+    plan.findings += problems
+    if target is not None:
+        _fit_target(target, values, plan)
+    oldest = max(demands, key=lambda d: Version(d[0]))
+    plan.min_version = oldest[0]
+    plan.reasons = list(dict.fromkeys(w for v, w in demands if v == oldest[0]))
+    plan.vocab = {"draft_size": values.get("DV"), "target_size": values.get("V")}
+    plan.findings = apply_allow(plan.findings, allow)
+    return plan
+
+
+def _unreadable(template: Template, values: Mapping[str, Any]) -> bool:
+    """Whether a value that shapes, config.json or launch line need was not read."""
+    needed = {n for argument in template.serves.launch for n in fields(argument)}
+    needed -= {"draft", "target"}
+    for rule in template.tensors:
+        for expr in [rule.exists, *rule.each.values(), *(rule.shape or [])]:
+            needed |= names(expr) - set(rule.each)
+    for parameter in template.parameters:
+        for expr in [parameter.exists, *parameter.each.values(), *parameter.shape]:
+            needed |= names(expr) - set(parameter.each)
+    for config in template.config:
+        if config.expr is not None:
+            needed |= names(config.expr)
+    return bool(needed - set(values))
+
+
+def _capture(
+    template: Template,
+    config: Mapping[str, Any],
+    target: TargetFacts | None,
+    release: Version,
+    values: dict[str, Any],
+    plan: Plan,
+    demands: list[tuple[str, str]],
+) -> None:
+    key = template.capture.ids
+    ids = dig(config, key)
+    values["layer_ids"], values["default_layer_ids"] = [], True
+    if target is None or not isinstance(ids, list) or not ids:
+        return
+    captured = capture_ids(ids, target, template.capture.hook, key, release)
+    plan.findings += captured.findings
+    values["default_layer_ids"] = captured.default
+    if captured.ids is not None:
+        values["layer_ids"] = captured.ids
+        demands.append((captured.min_version, captured.reason))
+
+
+def _holds(
+    expr: str | int | bool, values: Mapping[str, Any], *texts: str | None
+) -> bool:
+    """A condition; one over a value that could not be read does not hold.
+
+    Args:
+        expr: The condition.
+        values: Variables.
+        texts: What will be said if it holds; its values have to be readable too.
+    """
+    needed = names(expr).union(*(fields(text or "") for text in texts))
+    return not needed - set(values) and bool(evaluate(expr, values))
+
+
+def _conditions(template: Template, values: Mapping[str, Any], plan: Plan) -> None:
+    for item in template.refuse:
+        if _holds(item.when, values, item.message, item.hint):
+            plan.findings.append(
+                finding(
+                    Severity(item.severity),
+                    item.code,
+                    item.subject,
+                    item.message.format_map(values),
+                    item.hint.format_map(values),
+                )
+            )
+
+
+def _features(
+    template: Template,
+    values: Mapping[str, Any],
+    release: Version,
+    plan: Plan,
+    demands: list[tuple[str, str]],
+) -> None:
+    if Version(template.serves.since) > release:
+        plan.findings.append(
+            error(
+                "release-too-old",
+                "architectures",
+                f"{template.serves.architecture} reads this layout since "
+                f"{template.serves.since}, {release} was asked for",
+                f"--sglang {template.serves.since} or newer",
+            )
+        )
+    for feature in template.features:
+        if not _holds(feature.when, values, feature.why):
+            continue
+        why = feature.why.format_map(values)
+        demands.append((feature.since, feature.name))
+        if Version(feature.since) > release:
+            plan.findings.append(
+                error(
+                    "release-too-old",
+                    feature.subject,
+                    f"needs SGLang >= {feature.since}, {release} was asked for: {why}",
+                    f"--sglang {feature.since} or newer, or train without it",
+                )
+            )
+
+
+def _flags(
+    template: Template,
+    values: Mapping[str, Any],
+    release: Version,
+    plan: Plan,
+    demands: list[tuple[str, str]],
+) -> None:
+    words = {**values, "draft": "{draft}", "target": "{target}"}
+    plan.launch = [argument.format_map(words) for argument in template.serves.launch]
+    for flag in template.flags:
+        if not _holds(flag.when, values, *flag.argv, flag.message, flag.note):
+            continue
+        if flag.before is not None and release >= Version(flag.before):
+            # The launch line is for this release on; who runs an older one reads it.
+            if flag.note:
+                plan.notes.append(flag.note.format_map(values))
+            continue
+        if flag.since is None or release >= Version(flag.since):
+            plan.launch += [a.format_map(values) for a in flag.argv]
+            demands.append((flag.since or "0", flag.argv[0]))
+        if flag.note:
+            plan.notes.append(flag.note.format_map(values))
+        if flag.code is not None and flag.subject is not None:
+            plan.findings.append(
+                warning(
+                    flag.code,
+                    flag.subject,
+                    (flag.message or "").format_map(values),
+                    "start the server with " + " ".join(flag.argv).format_map(values),
+                )
+            )
+
+
+def _fit_target(
+    target: TargetFacts,
+    values: Mapping[str, Any],
+    plan: Plan,
+) -> None:
+    hint = "give the target that the draft was trained with (--target DIR)"
+    if values.get("H") != target.hidden_size:
+        plan.findings.append(
+            error(
+                "target-hidden-size",
+                "transformer_layer_config.hidden_size",
+                f"is {values.get('H')}, the target's hidden_size is "
+                f"{target.hidden_size}",
+                hint,
+            )
+        )
+    if values.get("V") != target.vocab_size:
+        plan.findings.append(
+            error(
+                "config-invalid",
+                "transformer_layer_config.vocab_size",
+                f"is {values.get('V')}, the target's vocab_size is {target.vocab_size}",
+                hint,
+            )
+        )
+    mine = context_length(plan.config)
+    if mine < target.context_length:
+        plan.findings.append(
+            warning(
+                "context-too-short",
+                "transformer_layer_config.max_position_embeddings",
+                f"gives the draft a context of {mine} tokens, the target has "
+                f"{target.context_length}; SGLang refuses to start",
+                f"start the server with --context-length {mine}, or set "
+                "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
+            )
+        )
+
+
+def deviations(findings: Iterable[Finding], allow: Iterable[str]) -> list[Finding]:
+    """The findings that were accepted by name."""
+    allowed = set(allow)
+    return [
+        f
+        for f in findings
+        if f.code in allowed and CODES[f.code].allowable and not has_errors([f])
+    ]

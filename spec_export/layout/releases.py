@@ -1,0 +1,70 @@
+"""SGLang releases: which are known, and how two compare."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import yaml
+from packaging.version import InvalidVersion, Version
+
+from spec_export.findings import Finding, usage_error, warning
+from spec_export.layout.data import data_path
+
+
+@lru_cache(maxsize=1)
+def _known() -> dict[str, Any]:
+    path = data_path("ckpt_templates") / "sglang.yaml"
+    known: dict[str, Any] = yaml.safe_load(path.read_text())
+    return known
+
+
+def newest_known() -> str:
+    """The newest release whose loaders were looked at."""
+    return str(_known()["newest"])
+
+
+def oldest_known() -> str:
+    """The oldest release whose loaders were looked at."""
+    return str(_known()["oldest"])
+
+
+def parse_release(text: str | None) -> tuple[Version, list[Finding]]:
+    """Read the ``--sglang`` option.
+
+    Args:
+        text: A release such as ``0.5.17`` or ``0.5.10.post1``; None stands for
+            the newest known one.
+
+    Returns:
+        The release, and a warning if it is newer than the newest known one (the
+        newest rules are applied then).
+
+    Raises:
+        SpecExportError: exit code 2 for what is no release or too old to be known.
+    """
+    newest, oldest = Version(newest_known()), Version(oldest_known())
+    if text is None:
+        return newest, []
+    hint = f"known are {oldest} to {newest}"
+    try:
+        release = Version(text)
+    except InvalidVersion:
+        raise usage_error(
+            "option-invalid", "--sglang", f"{text!r} is no SGLang release", hint
+        ) from None
+    if release < oldest:
+        raise usage_error(
+            "option-invalid", "--sglang", f"{text} is older than any known one", hint
+        )
+    if release <= newest:
+        return release, []
+    return release, [
+        warning(
+            "release-unknown",
+            "--sglang",
+            f"{text} is newer than the newest known release {newest}; its rules are "
+            f"assumed to be those of {newest}",
+            "look for a newer spec-export",
+        )
+    ]

@@ -1,0 +1,339 @@
+"""The deployer's check: is this folder what it says, and does it fit the target?
+
+No torch here; the forward comparison is added by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
+from spec_export.artifact.target import Target
+from spec_export.artifact.values import check_vocab_map
+from spec_export.artifact.verify_files import verify_files
+from spec_export.artifact.weights import WeightFiles, read_json
+from spec_export.findings import (
+    Finding,
+    SpecExportError,
+    apply_allow,
+    error,
+    has_errors,
+    info,
+    usage_error,
+    warning,
+)
+from spec_export.layout.loader import check_folder
+from spec_export.layout.releases import parse_release
+from spec_export.layout.targets import context_length, target_classes
+from spec_export.layout.template import template_of_class
+from spec_export.layout.variables import dig
+
+
+@dataclass
+class VerifyResult:
+    """What ``spec-export verify`` says.
+
+    Attributes:
+        status: That of the manifest, or ``no manifest``.
+        verdict: That of the recorded layout leg: ``pass``, ``fail``, ``not run``.
+        findings: What was found; an error means do not serve it.
+        manifest: The manifest, if there is one.
+    """
+
+    status: str
+    verdict: str
+    findings: list[Finding] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+def verify(
+    folder: Path,
+    target: Target | None = None,
+    *,
+    sglang: str | None = None,
+    allow: tuple[str, ...] = (),
+    files_only: bool = False,
+) -> VerifyResult:
+    """Check a draft folder.
+
+    Args:
+        folder: An export, or any draft folder for SGLang.
+        target: The target that will be served.
+        sglang: The release that will load it; the newest known one by default.
+        allow: Codes accepted by name.
+        files_only: Only whether the files are the manifest's.
+
+    Returns:
+        Status, recorded verdict and findings.
+
+    Raises:
+        SpecExportError: exit 2 where there is no folder or no model in it, exit 1
+            for files that cannot be read.
+    """
+    if not folder.is_dir():
+        raise usage_error("path-missing", str(folder), "is not a folder")
+    release, findings = parse_release(sglang)
+    findings += path_findings(folder)
+    manifest = _manifest(folder, files_only, findings)
+    if manifest is not None:
+        findings += verify_files(folder, manifest)
+        findings += _status(manifest)
+        if not files_only:
+            findings += _release(manifest, release)
+            findings += _same_target(manifest, target)
+    if not files_only:
+        try:
+            findings += _contents(folder, manifest, target, release)
+        except SpecExportError as problem:
+            if not has_errors(findings):
+                raise
+            # What is wrong with the files says already why they cannot be read.
+            told = {(f.code, f.subject) for f in findings}
+            findings += [f for f in problem.findings if (f.code, f.subject) not in told]
+    leg = manifest.comparison.get("layout") if manifest is not None else None
+    return VerifyResult(
+        manifest.status if manifest is not None else "no manifest",
+        (leg.verdict if leg is not None else None) or "not run",
+        apply_allow(findings, allow),
+        manifest,
+    )
+
+
+def path_findings(folder: Path) -> list[Finding]:
+    """SGLang chooses a Mistral parser by the words in a path (mistral_utils.py)."""
+    path = str(folder.resolve()).lower()
+    if "eagle" in path and "mistral" in path:
+        return [
+            warning(
+                "path-mistral",
+                folder.name,
+                'the path holds "eagle" and "mistral": SGLang parses the folder as a '
+                "native Mistral one and fails",
+                "rename the folder",
+            )
+        ]
+    return []
+
+
+def _manifest(
+    folder: Path, files_only: bool, findings: list[Finding]
+) -> Manifest | None:
+    if (folder / MANIFEST_NAME).exists():
+        return Manifest.read(folder)
+    if files_only:
+        return Manifest.read(folder)  # raises: there is nothing to compare with
+    findings.append(
+        info(
+            "manifest-missing",
+            MANIFEST_NAME,
+            "the folder was not written by spec-export: names, shapes, config, token "
+            "map and target were checked; what was trained, which target it was "
+            "trained with and whether the bytes are whole could not be",
+            "ask for an export with a manifest",
+        )
+    )
+    return None
+
+
+def _status(manifest: Manifest) -> list[Finding]:
+    if manifest.status == "failed":
+        return [
+            error(
+                "export-failed-status",
+                MANIFEST_NAME,
+                "the forward comparison of this export failed when it was written",
+                "do not serve it; its manifest says in which tensor it differs",
+            )
+        ]
+    if manifest.status == "saved":
+        return [
+            info(
+                "export-saved",
+                MANIFEST_NAME,
+                "saved in training and not finalized",
+                "spec-export finalize adds comparison, model card and launch line",
+            )
+        ]
+    return []
+
+
+def _release(manifest: Manifest, release: Version) -> list[Finding]:
+    serving = manifest.serving
+    out = []
+    try:
+        too_old = Version(serving.min_version) > release
+    except ValueError:
+        return [
+            error(
+                "manifest-invalid",
+                "serving.min_version",
+                f"{serving.min_version!r} is no SGLang release",
+            )
+        ]
+    if too_old:
+        out.append(
+            error(
+                "release-too-old",
+                "serving.min_version",
+                f"the export needs SGLang >= {serving.min_version} "
+                f"({'; '.join(serving.reasons)}), {release} was asked for",
+                f"serve it with {serving.min_version} or newer, or export it again "
+                f"with --sglang {release}",
+            )
+        )
+    if serving.requires_plugin:
+        out.append(
+            info(
+                "plugin-required",
+                "serving.requires_plugin",
+                f"{serving.architecture} is a class of the spec-export plug-in; a "
+                "stock server refuses the folder",
+                "pip install spec-export on the server",
+            )
+        )
+    return out
+
+
+def _same_target(manifest: Manifest, target: Target | None) -> list[Finding]:
+    if target is None:
+        return []
+    if not target.has_weights:
+        return [
+            warning(
+                "target-weights-missing",
+                target.name,
+                "the target's weights are not at hand: whether it is the one of the "
+                "training was not checked",
+                "give a folder with its weights: --target DIR",
+            )
+        ]
+    recorded = manifest.target_model.digests
+    for role in ("embedding", "head", "norm"):
+        wanted = getattr(recorded, role)
+        found = target.digest(role)
+        if wanted is not None and found is not None and wanted != found:
+            return [
+                error(
+                    "target-differs",
+                    f"target {role}",
+                    f"its SHA-256 is {found[:12]}..., the draft was trained with "
+                    f"{wanted[:12]}... ({manifest.target_model.name})",
+                    "serve the target of the training, or --allow target-differs for "
+                    "a fine-tuned or quantised one of the same shape",
+                )
+            ]
+    return []
+
+
+def _contents(
+    folder: Path, manifest: Manifest | None, target: Target | None, release: Version
+) -> list[Finding]:
+    """What SGLang makes of config.json, names and shapes."""
+    config = read_json(folder / "config.json")
+    files = WeightFiles.open(folder, every_file=True)
+    findings = list(files.findings)
+    named = config.get("architectures")
+    names = named if isinstance(named, list) else []
+    template = template_of_class(str(names[0])) if names else None
+    if template is None:
+        findings.append(
+            error(
+                "config-invalid",
+                "architectures",
+                f"is {named!r}; no draft class of SGLang that spec-export knows",
+                "is this a draft? a speculators checkpoint has to be finalized first",
+            )
+        )
+        return findings
+    if len(names) > 1:
+        findings.append(
+            error(
+                "config-invalid",
+                "architectures",
+                f"is {named!r}: SGLang takes the first name that it knows, silently",
+                "keep one name",
+            )
+        )
+    findings += check_folder(
+        template, config, files.tensors, release, _default_ids(config, target)
+    )
+    findings += _token_map(config, files, target)
+    if target is not None:
+        findings += _fit(config, target)
+    return findings
+
+
+def _default_ids(config: dict[str, Any], target: Target | None) -> bool:
+    """Whether the layer ids are SGLang's default set; without a target, unknown."""
+    ids = dig(config, "eagle_config.eagle_aux_hidden_state_layer_ids")
+    if not isinstance(ids, list):
+        return True
+    depth = target.num_hidden_layers if target is not None else None
+    return depth is not None and sorted(ids) == [1, depth // 2 - 1, depth - 4]
+
+
+def _token_map(
+    config: dict[str, Any], files: WeightFiles, target: Target | None
+) -> list[Finding]:
+    name = next((n for n in files.tensors if "d2t" in n), None)
+    if name is None:
+        return []
+    head = files.tensors.get("lm_head.weight")
+    vocab = config.get("vocab_size")
+    t2d = files.read("t2d") if "t2d" in files.tensors else None
+    return check_vocab_map(
+        files.read(name),
+        t2d,
+        vocab if isinstance(vocab, int) else None,
+        head.shape[0] if head is not None and head.shape else None,
+    )
+
+
+def _fit(config: dict[str, Any], target: Target) -> list[Finding]:
+    findings = []
+    text = target.text_config
+    sizes = {"hidden_size": "target-hidden-size", "vocab_size": "config-invalid"}
+    for key, code in sizes.items():
+        if config.get(key) != text.get(key):
+            findings.append(
+                error(
+                    code,
+                    key,
+                    f"is {config.get(key)}, the target {target.name} has "
+                    f"{text.get(key)}",
+                    "serve the target of the training",
+                )
+            )
+    mine, theirs = context_length(config), context_length(text)
+    if mine < theirs:
+        findings.append(
+            warning(
+                "context-too-short",
+                "max_position_embeddings",
+                f"gives the draft a context of {mine} tokens, the target has {theirs}; "
+                "SGLang refuses to start",
+                f"start the server with --context-length {mine}, or set "
+                "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
+            )
+        )
+    depth = target.num_hidden_layers
+    ids = dig(config, "eagle_config.eagle_aux_hidden_state_layer_ids")
+    if isinstance(ids, list) and depth is not None:
+        known = target_classes().get((target.architectures or [""])[0])
+        last = depth if known is not None and known.last is not None else depth - 1
+        wrong = [i for i in ids if not isinstance(i, int) or not -1 <= i < last + 1]
+        if wrong:
+            findings.append(
+                error(
+                    "layer-ids-invalid",
+                    "eagle_config.eagle_aux_hidden_state_layer_ids",
+                    f"id {wrong[0]} of {ids}: the target {target.name} has {depth} "
+                    "layers",
+                    "serve the target of the training",
+                )
+            )
+    return findings

@@ -1,0 +1,132 @@
+"""Fixtures of the serving tests: a target, its drafts, their exports, one engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from loguru import logger
+
+from spec_export import cli
+from tests.serving import drafts, simulate
+from tests.serving.sglang_process import Engine
+
+PROMPTS = 6
+TABLE = pytest.StashKey[list[tuple[str, ...]]]()
+HEAD = (
+    "variant",
+    "judge: max rel",
+    "rounds equal",
+    "histogram equal",
+    "engine",
+    "simulation",
+    "oracle",
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """One variant: its checkpoint, its export, and what it should do in a server."""
+
+    checkpoint: Path
+    export: Path
+    rounds: list[simulate.Rounds]
+    oracle: list[simulate.Rounds]
+
+    @property
+    def judged(self) -> float:
+        """The judge's largest difference, as a share of the logit range."""
+        manifest = json.loads((self.export / "spec_export_manifest.json").read_text())
+        return max(m["max_rel"] for m in manifest["comparison"]["layout"]["metrics"])
+
+
+def export_draft(checkpoint: Path, out: Path, target: Path) -> None:
+    """Make the export the way a person does, in fp32 for the engine on a CPU."""
+    code = cli.run(
+        [
+            *("finalize", str(checkpoint), "--output", str(out)),
+            *("--target", str(target), "--dtype", "float32"),
+        ]
+    )
+    assert code == 0, f"spec-export finalize {checkpoint.name} exits {code}"
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny target."""
+    logger.disable("speculators")  # some lines for every file it looks at
+    folder = tmp_path_factory.mktemp("target") / "tiny-llama"
+    drafts.make_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def texts(target: Path) -> list[simulate.Continuation]:
+    """The prompts with the target's greedy continuations."""
+    model = simulate.load_target(target)
+    return [
+        simulate.continue_greedily(model, prompt)
+        for prompt in drafts.random_prompts(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="session")
+def prompts(texts: list[simulate.Continuation]) -> list[list[int]]:
+    """Their token ids."""
+    return [text.tokens[: text.prompt].tolist() for text in texts]
+
+
+@pytest.fixture(scope="session")
+def make(
+    target: Path,
+    texts: list[simulate.Continuation],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[drafts.Variant], Made]:
+    """Trains, exports and simulates a variant, once per session."""
+    root = tmp_path_factory.mktemp("drafts")
+
+    @cache
+    def made(variant: drafts.Variant) -> Made:
+        checkpoint, export = root / variant.name, root / f"{variant.name}-export"
+        drafts.make_checkpoint(variant, target, texts, checkpoint)
+        export_draft(checkpoint, export, target)
+        draft = simulate.load_draft(checkpoint)
+        return Made(
+            checkpoint,
+            export,
+            simulate.simulate(draft, texts),
+            simulate.oracle(draft, texts),
+        )
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """SGLang with its imports done; drafts are served one after another."""
+    with Engine(tmp_path_factory.mktemp("sglang") / "engine.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def table(pytestconfig: pytest.Config) -> list[tuple[str, ...]]:
+    """Rows of the table that is printed at the end; columns as in ``HEAD``."""
+    return pytestconfig.stash.setdefault(TABLE, [])
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print what the engine did beside what the training side said it would do."""
+    rows = config.stash.get(TABLE, [])
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(HEAD, *rows, strict=True)]
+    terminalreporter.section("real engine and speculators' module: accept lengths")
+    for row in (HEAD, *rows):
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        terminalreporter.write_line("  ".join(cells).rstrip())

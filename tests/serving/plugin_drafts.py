@@ -1,0 +1,214 @@
+"""Drafts that stock SGLang computes wrongly, and how they are served all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import PretrainedConfig, Qwen3Config
+
+from spec_export.judge.reference.eagle3 import PluginEagle3Reference
+from tests.serving.drafts import DRAFT_VOCAB, LAYER_IDS, VOCAB, Variant, llama_config
+from tests.serving.sglang_process import HERE, REPOSITORY, Engine
+from tests.serving.simulate import STEPS, Continuation, Rounds, rounds_of
+
+MANIFEST = "spec_export_manifest.json"
+WINDOW = 16  # shorter than the texts
+LONG = 2048  # speculators' default, longer than they are
+
+
+@dataclass(frozen=True)
+class PluginVariant(Variant):
+    """Flags of speculators that only our class computes.
+
+    Attributes:
+        label: Name of folder and test.
+        sliding: Indices of the layers with a window of ``window`` tokens.
+    """
+
+    label: str = ""
+    norm_before_residual: bool = False
+    arch: str = "llama"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    window: int = LONG
+    sliding: tuple[int, ...] = ()
+    layer_ids: tuple[int, ...] = tuple(LAYER_IDS)
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    def layer_config(self) -> PretrainedConfig:
+        config = llama_config(self.layers)
+        more = {
+            "attention_bias": self.attention_bias,
+            "sliding_window": self.window if self.sliding else None,
+            "layer_types": [
+                "sliding_attention" if i in self.sliding else "full_attention"
+                for i in range(self.layers)
+            ],
+        }
+        if self.arch == "qwen3":
+            shared = config.to_dict()
+            for key in ("model_type", "architectures", "mlp_bias", "layer_types"):
+                shared.pop(key, None)
+            return Qwen3Config(**shared | more, use_sliding_window=bool(self.sliding))
+        config.mlp_bias = self.mlp_bias
+        for key, value in more.items():
+            setattr(config, key, value)
+        return config
+
+    def more_flags(self) -> dict[str, Any]:
+        return {
+            "norm_before_residual": self.norm_before_residual,
+            "target_layer_ids": list(self.layer_ids),
+        }
+
+
+def _one(label: str, fc: str = "none", **flags: Any) -> PluginVariant:
+    base = {"layers": 1, "norm_output": False, "vocab": DRAFT_VOCAB}
+    return PluginVariant(**base | {"fc": fc, "label": label} | flags)
+
+
+# speculators 0.9 without any flag: what most people will have trained.
+DEFAULT = _one(
+    "defaults-of-0.9",
+    "norm_before_fc",
+    norm_output=True,
+    norm_before_residual=True,
+    sliding=(0,),
+)
+BIASED = _one(
+    "qwen3-biased-2l",
+    layers=2,
+    norm_before_residual=True,
+    arch="qwen3",
+    attention_bias=True,
+    sliding=(0,),
+)
+SINGLE = _one("single-aux-mlp-bias", layer_ids=(4,), mlp_bias=True, vocab=VOCAB)
+EACH = [
+    _one("nbr", norm_before_residual=True),
+    _one("qk-norm", arch="qwen3"),
+    _one("attention-bias", attention_bias=True),
+    _one("mlp-bias", mlp_bias=True),
+    _one("two-layers", layers=2),
+    _one("fc-norm", "fc_norm"),
+    _one("norm-before-fc", "norm_before_fc"),
+    _one("norm-output", norm_output=True),
+    _one("single-aux", layer_ids=(4,)),
+    _one("single-aux-norm-before-fc", "norm_before_fc", layer_ids=(4,)),
+]
+WINDOWED = _one(
+    "window-16-of-2l",
+    layers=2,
+    norm_before_residual=True,
+    window=WINDOW,
+    sliding=(1,),
+)
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Install the package as a person would, into a folder of its own.
+
+    Returns:
+        Variables that let SGLang's Python find it beside the stand-in.
+    """
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run(
+        [*pip, "--no-index", "--no-build-isolation", "--target", folder, REPOSITORY],
+        check=True,
+        timeout=120,
+    )
+    return {"PYTHONPATH": f"{HERE / 'shim'}:{folder}"}
+
+
+class PluginEngine(Engine):
+    """The engine server with the package installed beside SGLang."""
+
+    def attempt(
+        self,
+        target: Path,
+        draft: Path | None,
+        prompts: list[list[int]],
+        new_tokens: int,
+        environment: dict[str, str] | None = None,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """As ``serve``, and what happens if it fails: ``error`` and ``log``."""
+        job = {
+            "do": "serve",
+            "target": str(target),
+            "draft": None if draft is None else str(draft),
+            "prompts": prompts,
+            "max_new_tokens": new_tokens,
+            "steps": STEPS,
+            "topk": 1,
+            "draft_tokens": STEPS + 1,
+            "extra": extra,
+            "environment": environment or {},
+        }
+        return self.send(job)
+
+    def send(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer to any job, with what SGLang logged meanwhile as ``log``."""
+        before = self._log.stat().st_size
+        self._process.stdin.write(json.dumps(job).encode() + b"\n")
+        self._process.stdin.flush()
+        answer = self._answer(120)
+        with self._log.open("rb") as log:
+            log.seek(before)
+            return answer | {"log": log.read().decode(errors="replace")}
+
+
+def as_stock(export: Path, out: Path) -> Path:
+    """The same weights under the stock class's name, without a manifest."""
+    shutil.copytree(export, out, ignore=shutil.ignore_patterns(MANIFEST, "probe"))
+    config = json.loads((out / "config.json").read_text())
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    (out / "config.json").write_text(json.dumps(config))
+    return out
+
+
+def served_rounds(
+    export: Path, target: Path, texts: list[Continuation]
+) -> list[Rounds]:
+    """The rounds of a server whose windows move with the drafted tokens.
+
+    Computed by the judge's reference of the class, one round start after the other.
+    """
+    config = json.loads((export / "config.json").read_text())
+    reference = PluginEagle3Reference(
+        export,
+        config,
+        embed=load_file(target / "model.safetensors")["model.embed_tokens.weight"],
+        head=None,
+        release="0.5.23",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        window=None,
+    )
+    ids = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    rounds = []
+    for text in texts:
+        right, features = [0], text.features(ids)
+        for newest in range(1, len(text.tokens) - STEPS):
+            _, chosen = reference.free_running(
+                text.tokens[1 : newest + 1],
+                features[:newest],
+                torch.arange(1, newest + 1),
+                STEPS,
+            )
+            proposed = reference.to_target(chosen)
+            wanted = text.tokens[newest + 1 : newest + 1 + STEPS]
+            right.append([*(proposed == wanted).tolist(), False].index(False))
+        rounds.append(rounds_of(right, text))
+    return rounds

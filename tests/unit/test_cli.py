@@ -1,0 +1,183 @@
+"""The command line as a contract: exit codes, one JSON object, where output goes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spec_export as package
+from spec_export import cli, findings
+from tests.helpers import field
+from tests.helpers.cli import spec_export
+
+PACKAGE = Path(package.__file__).parent
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    target = field.make_target(tmp_path / "T0")
+    draft = field.make_draft(tmp_path / "E0", target)
+    out = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", out, "--no-compare").code == 0
+    return out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("finalize",),
+        ("finalize", "/nowhere", "--output", "x"),
+        ("verify", "/nowhere"),
+        ("show", "/nowhere"),
+        ("diff", "/nowhere", "/nowhere"),
+        ("check", "/nowhere.yaml"),
+        ("verify", ".", "--nonsense"),
+        ("nonsense",),
+        ("finalize", ".", "--output", "x", "--sglang", "zero"),
+        ("finalize", ".", "--output", "x", "--sglang", "0.1"),
+        ("verify", ".", "--allow", "no-such-code"),
+        ("verify", ".", "--allow", "non-finite"),
+        ("finalize", ".", "--plugin", "perhaps", "--output", "x"),
+    ],
+)
+def test_a_wrong_question_is_exit_2_with_one_object(argv: tuple[str, ...]) -> None:
+    ran = spec_export(*argv)
+    assert ran.code == 2
+    assert ran.data["ok"] is False
+    assert ran.data["findings"][0]["severity"] == "error"
+
+
+def test_every_command_answers_in_json(export: Path) -> None:
+    for argv, key in (
+        (("verify", export), "status"),
+        (("show", export), "manifest"),
+        (("show", export, "--tensors"), "tensors"),
+        (("show", export, "--launch"), "launch"),
+        (("diff", export, export), "differences"),
+        (("doctor",), "checks"),
+    ):
+        ran = spec_export(*argv)
+        assert ran.code == 0, ran.data
+        assert key in ran.data
+        assert ran.data["command"] == argv[0]
+
+
+def test_a_bug_is_101_and_shows_no_traceback(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spec_export.serving import verify
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(verify, "verify", broken)
+    ran = spec_export("verify", export)
+    assert (ran.code, ran.codes()) == (101, ["internal-error"])
+    assert "Traceback" not in ran.stderr
+    monkeypatch.setenv("SPEC_EXPORT_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        cli.run(["verify", str(export)])
+
+
+def test_diff_says_what_differs(export: Path, tmp_path: Path) -> None:
+    target = tmp_path / "T0"
+    tensors = field.draft_tensors(target)
+    tensors["fc.weight"][0] += 1
+    draft = field.write_draft(tmp_path / "E1", field.draft_config(target), tensors)
+    other = tmp_path / "other"
+    assert spec_export("finalize", draft, "--output", other, "--no-compare").code == 0
+    ran = spec_export("diff", export, other)
+    assert ran.code == 1
+    assert [d["name"] for d in ran.data["differences"] if d["kind"] == "tensor"] == [
+        "fc.weight"
+    ]
+
+
+def test_the_launch_line_names_draft_and_target(export: Path) -> None:
+    argv = spec_export("show", export, "--launch", "--target", "/models/t").data[
+        "launch"
+    ]
+    assert argv[:4] == ["python", "-m", "sglang.launch_server", "--model-path"]
+    assert argv[4] == "/models/t"
+    assert argv[argv.index("--speculative-draft-model-path") + 1] == str(export)
+    assert argv[argv.index("--speculative-num-draft-tokens") + 1] == "4"
+
+
+def test_people_read_stderr_and_scripts_stdout(export: Path) -> None:
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "spec_export.cli",
+            "verify",
+            str(export),
+            "--sglang",
+            "9",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    assert ran.returncode == 0
+    assert "warning[release-unknown]" in ran.stderr and "  hint: " in ran.stderr
+    assert "release-unknown" not in ran.stdout
+
+
+def test_a_signal_is_128_plus_its_number(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from spec_export import cli\n"
+        "import spec_export.serving.verify as v\n"
+        "v.verify = lambda *a, **k: os.kill(os.getpid(), signal.SIGTERM)\n"
+        f"import sys; sys.argv = ['spec-export', 'verify', {str(tmp_path)!r}]\n"
+        "cli.main()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 143
+
+
+def test_only_the_command_line_prints_or_exits() -> None:
+    allowed = {PACKAGE / "cli.py", PACKAGE / "train.py", PACKAGE / "training/launch.py"}
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        if path in allowed or "_data" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in ("print", "sys.exit", "exit", "typer.echo"):
+                    offenders.append(f"{path.name}:{node.lineno} {called}")
+    assert offenders == []
+
+
+def test_every_code_is_used_and_every_used_code_is_known() -> None:
+    used: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used.add(node.value)
+    templates = PACKAGE.parent / "ckpt_templates"
+    text = "".join(p.read_text() for p in templates.glob("*.yaml"))
+    unused = [c for c in findings.CODES if c not in used and f": {c}" not in text]
+    assert unused == []
+
+
+def test_codes_have_a_meaning_and_unknown_ones_are_refused() -> None:
+    assert all(code.meaning for code in findings.CODES.values())
+    with pytest.raises(KeyError):
+        findings.error("no-such-code", "x", "y")
+
+
+def test_json_is_what_json_says(export: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "spec_export.cli", "show", str(export), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(ran.stdout)["manifest"]["schema"].startswith("urn:spec-export")
+    assert "torch" not in ran.stderr
