@@ -1,6 +1,4 @@
-"""The pipeline, once for the callback and for ``finalize``:
-plan -> validate -> write -> judge -> publish.
-"""
+"""Plan, validate, write, judge, publish: once, for callback and ``finalize`` alike."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from spec_export.artifact.roles import (
 )
 from spec_export.artifact.source import Source
 from spec_export.artifact.target import Target
-from spec_export.artifact.values import target_ids
+from spec_export.artifact.values import check_mask_row, target_ids
 from spec_export.artifact.writer import Entry, write_weights
 from spec_export.findings import (
     Finding,
@@ -189,7 +187,7 @@ def export_source(
         *before,
         *plan.findings,
         *facts.findings,
-        *_worth_knowing(source, target),
+        *_worth_knowing(source, target, plan),
     ]
     if has_errors(findings):
         raise SpecExportError(findings)
@@ -309,8 +307,11 @@ def _verdict(
     return findings
 
 
-def _worth_knowing(source: Source, target: Target | None) -> list[Finding]:
+def _worth_knowing(source: Source, target: Target | None, plan: Plan) -> list[Finding]:
     findings = []
+    mask = plan.config.get("mask_token_id")
+    if mask is not None and target is not None and target.has_weights:
+        findings += check_mask_row(target, mask)
     if target is not None and not target.has_weights:
         findings.append(
             warning(

@@ -1,4 +1,4 @@
-"""``spec-export finalize``: from a checkpoint, a run or a saved export to a final one."""
+"""``spec-export finalize``: checkpoint, run or saved export becomes a final one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spec-export can say about a draft: findings, their codes, and the one error type.
+"""What spec-export can say about a draft: findings, their codes, the one error type.
 
 A finding is data; only ``cli`` prints it. Codes are stable: scripts match on
 them, ``--allow`` names them and the manifest records them.

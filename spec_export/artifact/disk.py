@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from spec_export.findings import usage_error
 
@@ -125,12 +126,35 @@ def sync_tree(folder: Path) -> None:
         sync_folder(Path(base))
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, and only a file: a pipe would block, a device not end.
+
+    Raises:
+        OSError: also for what is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: as ``open_regular``.
+    """
+    with open_regular(path) as file:
+        return file.read()
+
+
 def hash_file(path: Path, block_bytes: int = 1 << 20) -> FileFact:
     """Digest and size of a file, read once with little memory."""
     digest, size = hashlib.sha256(), 0
     buffer = memoryview(bytearray(block_bytes))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+    with open_regular(path) as file:
+        while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
             size += count
     return FileFact(digest.hexdigest(), size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_export.artifact.disk import open_regular
 from spec_export.findings import SpecExportError, error
 from spec_export.layout.tensors import ITEM_SIZE, TensorInfo
 
@@ -72,7 +73,7 @@ def read_header(path: str | Path) -> Header:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, 2)
             file.seek(0)
             text, data_start = _header_text(file, size)

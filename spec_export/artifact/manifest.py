@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import rfc8785
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from spec_export.artifact.disk import write_file
+from spec_export.artifact.disk import read_regular, write_file
 from spec_export.artifact.privacy import scrub, scrub_recipe
 from spec_export.findings import SpecExportError, error
 
@@ -226,7 +226,7 @@ class Manifest(_Part):
         """
         path = Path(folder) / MANIFEST_NAME
         try:
-            return cls.from_bytes(path.read_bytes())
+            return cls.from_bytes(read_regular(path))
         except (FileNotFoundError, NotADirectoryError):
             raise SpecExportError(
                 [

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spec_export.artifact.disk import read_regular
 from spec_export.artifact.weights import WeightFiles, has_weights, read_json
 from spec_export.findings import (
     Finding,
@@ -243,7 +244,7 @@ def _left_out(folder: Path) -> list[Finding]:
 
 def _json_or_empty(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -259,7 +260,7 @@ def _package_versions(path: Path) -> dict[str, str]:
     The command below the header holds paths and is not read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
     packages = {}
@@ -279,10 +280,25 @@ def _recipe(path: Path) -> tuple[dict[str, Any], str] | None:
     import yaml
 
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
         recipe = yaml.safe_load(data)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
-    if not isinstance(recipe, dict):
+    if not isinstance(recipe, dict) or not _is_small(recipe):
         return None
     return recipe, hashlib.sha256(data).hexdigest()
+
+
+def _is_small(recipe: Any, most: int = 10_000) -> bool:
+    """Whether a recipe has few values: YAML's aliases can write out to billions."""
+    left, waiting = most, [recipe]
+    while waiting and left:
+        left -= 1
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple | set):
+            waiting += value
+        if len(waiting) > most:
+            return False
+    return not waiting

@@ -11,7 +11,7 @@ import numpy as np
 from spec_export.artifact.blocks import as_bytes, iter_blocks, mapping_of, release
 from spec_export.artifact.dtypes import cast, dtype_name
 from spec_export.artifact.target import Role, Target
-from spec_export.findings import Finding, error
+from spec_export.findings import Finding, error, warning
 from spec_export.layout.tensors import TensorInfo
 
 # For each float format the integer of its size, all bits but the sign, and the
@@ -150,6 +150,27 @@ def equals_target(
         if mapping is not None:
             release(mapping)
     return True
+
+
+def check_mask_row(target: Target, token: int) -> list[Finding]:
+    """A warning for a mask token whose row in the target's embedding is all zeros.
+
+    Legal, since a block draft uses the row as it is, in training and in SGLang; but
+    a target that was not loaded looks the same.
+    """
+    embedding = target.find("embedding")
+    if embedding is None or target.packed("embedding"):
+        return []
+    if token < embedding.shape[0] and target.read("embedding", [token]).any():
+        return []
+    return [
+        warning(
+            "mask-row-zero",
+            "mask_token_id",
+            f"is {token}, whose row in the target's embedding is all zeros",
+            "that is fine if the draft was trained so; the row is used as it is",
+        )
+    ]
 
 
 def target_ids(d2t: np.ndarray) -> np.ndarray:

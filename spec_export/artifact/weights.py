@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from spec_export.artifact.blocks import iter_blocks, map_file
+from spec_export.artifact.disk import read_regular
 from spec_export.artifact.dtypes import numpy_dtype
 from spec_export.artifact.header import Header, Span, read_header
 from spec_export.findings import (
@@ -233,7 +234,7 @@ def read_json(path: Path) -> dict[str, Any]:
         SpecExportError: exit 1 ``file-corrupt``; exit 2 ``path-missing``.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path))
     except FileNotFoundError:
         raise usage_error("path-missing", path.name, f"{path} is not there") from None
     except (OSError, ValueError, RecursionError) as problem:

@@ -19,31 +19,37 @@ def fitting(
     forward: Callable[[Inputs], Any],
     device: torch.device,
     *,
+    full: float,
+    few: float = 0,
     together: bool = False,
 ) -> Inputs:
-    """As many rows as one forward can do in the time, judged by two short ones.
+    """As many rows as fit into the time, judged by two short forwards.
 
     Args:
         inputs: The rows asked for.
-        seconds: What one forward may take.
+        seconds: What the whole comparison may take, this measurement included.
         forward: Runs rows through the training side.
         device: Where it runs.
+        full: Forwards of all rows that the comparison needs.
+        few: Forwards of few rows that it needs besides.
         together: All ranks of a collective forward must agree: rank 0 decides.
     """
-    few, more = FEWEST_POSITIONS, 4 * FEWEST_POSITIONS
-    if len(inputs) <= more:
+    low, high = FEWEST_POSITIONS, 4 * FEWEST_POSITIONS
+    if len(inputs) <= high:
         return inputs
-    forward(inputs.first(few))  # the first one pays for caches
+    if device.type == "cuda":
+        forward(inputs.first(low))  # the first one pays for caches
     times = []
-    for count in (few, more):
+    for count in (low, high):
         start = time.perf_counter()
         forward(inputs.first(count))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    per_row = max(times[1] - times[0], 1e-9) / (more - few)
-    rows = int(few + max(seconds - times[0], 0.0) / per_row)
-    rows = max(min(rows, len(inputs)), few)
+    per_row = max(times[1] - times[0], 1e-9) / (high - low)
+    left = seconds - sum(times) - (full + few) * times[0]
+    rows = int(low + max(left, 0.0) / full / per_row)
+    rows = max(min(rows, len(inputs)), low)
     if together:
         agreed = torch.tensor([rows], device=device)
         torch.distributed.broadcast(agreed, 0)

@@ -153,6 +153,16 @@ class Inputs:
         }
         return Inputs.from_batch(batch, positions=positions)
 
+    def part(self, start: int, end: int) -> Inputs:
+        """Some rows as they are."""
+        cut = slice(start, end)
+        return Inputs(
+            self.token_ids[cut],
+            self.aux[cut],
+            self.position_ids[cut],
+            self.document_ids[cut],
+        )
+
     def rows(self) -> torch.Tensor:
         """Rows that are not padding, int64 [N]."""
         return (self.document_ids != -1).nonzero().reshape(-1)

@@ -19,7 +19,7 @@ from torch import nn
 
 from spec_export.findings import SpecExportError, error
 from spec_export.judge.block_probe import block_logits, is_block
-from spec_export.judge.inputs import Inputs, document_spans
+from spec_export.judge.inputs import Inputs
 from spec_export.judge.stored_probe import Probe, load_probe, save_probe
 
 __all__ = [
@@ -286,31 +286,32 @@ def _reporter(name: str, on_output: Hook) -> Callable[..., None]:
     return hook
 
 
-def chain_inputs(
-    module: nn.Module, inputs: Inputs, steps: int
-) -> tuple[Inputs, torch.Tensor, torch.Tensor]:
-    """Let the training side draft freely: one greedy chain per document.
+def free_chain(
+    module: nn.Module, document: Inputs, steps: int, first: torch.Tensor
+) -> tuple[Inputs, torch.Tensor]:
+    """Let the training side draft freely, ``steps`` rows before a document's end.
 
-    A chain starts ``steps`` rows before the end of its document; each drafted token
-    is written where the next step looks for it.
+    Args:
+        module: speculators' draft.
+        document: Rows of one document.
+        steps: Drafted tokens.
+        first: The draft id that the first step chose.
 
     Returns:
-        Inputs with the drafted tokens in place, the rows at which chains start [A],
-        and the drafted draft ids [A, steps - 1].
+        The rows with each drafted token where the next step looks for it, and the
+        draft ids that were fed back [steps - 1].
     """
-    draft = drafting_module(module)
-    spans = document_spans(inputs.document_ids)
-    anchors = [end - steps for start, end in spans if end - start >= steps]
-    rows = torch.tensor(anchors, dtype=torch.long)
-    tokens, drafted = inputs.token_ids.clone(), []
+    draft, row = drafting_module(module), len(document) - steps
+    tokens, drafted = document.token_ids.clone(), []
     for step in range(1, steps):
-        now = replace(inputs, token_ids=tokens)
-        ids = training_logits(module, now, step)[-1][rows.to(draft.fc.weight.device)]
-        ids = ids.argmax(-1)
-        drafted.append(ids.cpu())
-        tokens = tokens.index_put((rows + step,), to_target(draft, ids).cpu())
-    chains = torch.stack(drafted, 1) if drafted else torch.zeros(len(rows), 0).long()
-    return replace(inputs, token_ids=tokens, seed=None), rows, chains
+        chosen = first
+        if step > 1:
+            rows = replace(document, token_ids=tokens)
+            chosen = training_logits(module, rows, step)[-1][row].argmax()
+        drafted.append(chosen.cpu())
+        tokens[row + step] = to_target(draft, chosen).cpu()
+    ids = torch.stack(drafted) if drafted else torch.zeros(0, dtype=torch.long)
+    return replace(document, token_ids=tokens), ids
 
 
 def to_target(draft: Any, draft_ids: torch.Tensor) -> torch.Tensor:

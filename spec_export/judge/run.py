@@ -40,8 +40,8 @@ from spec_export.judge.modes import (
 )
 from spec_export.judge.probe import (
     LOSS_ONLY,
-    chain_inputs,
     drafting_module,
+    free_chain,
     target_ids,
     training_logits,
 )
@@ -61,7 +61,6 @@ NEWEST = "0.5.23"
 # Up to here the fixed bound of design.md 7 holds for float32.
 SMALL_HIDDEN = 512
 CHAIN_POSITIONS = 32
-CHAINS = 2
 PROBE_NOTE = (
     "from the probe of the export: the largest logits of each position, log sums and "
     "projections; the KL is a lower bound"
@@ -131,7 +130,8 @@ def layout_leg(
 
     asked = len(inputs)
     if max_seconds is not None:
-        inputs = fitting(inputs, max_seconds / 5, training, reference.device)
+        # Training, serving and reordered sums; then a chain of few rows.
+        inputs = fitting(inputs, max_seconds, training, reference.device, full=3, few=3)
     try:
         if isinstance(reference, BlockReference):
             wrong = block_differences(reference, draft)
@@ -152,8 +152,8 @@ def layout_leg(
     chains: tuple[StepMetrics, ...] = ()
     if not problems:
         with ChangedWeights(rounded_to(saved)):
-            chains = _compare_chains(module, reference, inputs, steps)
-        problems = _over(chains, tolerance, "logits of free-running chains")
+            chains = _compare_chain(module, reference, inputs, steps, trained)
+        problems = _over(chains, tolerance, "logits of the free-running chain")
     diagnosis: list[str] = []
     if problems:
         with ChangedWeights(rounded_to(saved)):
@@ -287,9 +287,10 @@ def cast_leg(
     if max_seconds is not None:
         inputs = fitting(
             inputs,
-            max_seconds / 3,
+            max_seconds,
             lambda rows: training_logits(live_module, rows, steps),
             weight.device,
+            full=3,
             together=hasattr(weight, "device_mesh"),
         )
     live = training_logits(live_module, inputs, steps)
@@ -374,14 +375,8 @@ def _open_reference(
     except ServingError as problem:
         return _failed("layout", f"SGLang would not load it: {problem}", ())
     except (ReferenceUnsupported, TargetUnreadable) as problem:
-        leg = not_run("layout", str(problem))
-        return _with_finding(
-            leg, warning("comparison-not-run", "comparison.layout", str(problem))
-        )
-
-
-def _with_finding(leg: Leg, finding: Finding) -> Leg:
-    return Leg(leg.leg, leg.verdict, leg.reason, findings=(finding,))
+        said = warning("comparison-not-run", "comparison.layout", str(problem))
+        return replace(not_run("layout", str(problem)), findings=(said,))
 
 
 def _failed(name: LegName, reason: str, diagnosis: Sequence[str]) -> Leg:
@@ -402,39 +397,36 @@ def _serve(
     )
 
 
-def _compare_chains(
+def _compare_chain(
     module: nn.Module,
     reference: Eagle3Reference | BlockReference,
     inputs: Inputs,
     steps: int,
+    trained: list[torch.Tensor],
 ) -> tuple[StepMetrics, ...]:
-    """Greedy chains, each in its own document: both sides feed back through their own map.
+    """A greedy chain: each side feeds back through its own token map.
 
-    Chains longer than a window are left out: a server's window moves with the drafted
-    tokens, training's does not.
+    It runs in the shortest document that is long enough, or its first rows, and not
+    beyond a window: a server's window moves with the drafted tokens, training's does
+    not.
     """
-    rows, starts, drafted = chain_inputs(module, inputs.first(CHAIN_POSITIONS), steps)
-    spans = list(document_spans(rows.document_ids))
-    shortest = _shortest_window(reference)
-    kept, serving = [], []
-    for chain, last in enumerate(starts.tolist()[:CHAINS]):
-        first = next(start for start, end in spans if start <= last < end)
-        if last - first + steps > shortest:
-            continue
-        kept.append(last)
-        prefix = slice(first, last + 1)
-        logits, _ = reference.free_running(
-            rows.token_ids[prefix],
-            rows.aux[prefix],
-            rows.position_ids[prefix],
-            steps,
-            drafted[chain],
-        )
-        serving.append(logits)
-    if not kept:
+    longest = min(CHAIN_POSITIONS, _shortest_window(reference))
+    spans = [s for s in document_spans(inputs.document_ids) if s[1] - s[0] > steps]
+    start, end = min(spans, key=lambda s: s[1] - s[0], default=(0, 0))
+    end = int(min(end, start + longest))
+    if end - start <= steps:
         return ()
-    training = [step[kept] for step in training_logits(module, rows, steps)]
-    return compare_logits(training, list(torch.stack(serving, 1)))
+    last = end - steps
+    first = trained[0][last].argmax()
+    rows, drafted = free_chain(module, inputs.part(start, end), steps, first)
+    prefix = rows.part(0, last - start + 1)
+    serving, _ = reference.free_running(
+        prefix.token_ids, prefix.aux, prefix.position_ids, steps, drafted
+    )
+    training = [
+        step[last - start][None] for step in training_logits(module, rows, steps)
+    ]
+    return compare_logits(training, list(serving[:, None]))
 
 
 def _layout_tolerance(

@@ -73,8 +73,10 @@ def plan_text(result: CheckResult) -> str:
     ]
     lines = [
         table(("speculators", "fate", "SGLang", "shape"), rows),
-        f"{plan.architecture}: {size(result.export_bytes)} of "
-        f"{size(result.source_bytes)} written",
+        (
+            f"{plan.architecture}: {size(result.export_bytes)} of "
+            f"{size(result.source_bytes)} written"
+        ),
         f"needs SGLang >= {plan.min_version}, because of {'; '.join(plan.reasons)}",
     ]
     if plan.requires_plugin:

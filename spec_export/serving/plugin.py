@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from spec_export.findings import SpecExportError
 from spec_export.serving import strict
 
 logger = logging.getLogger(__name__)
@@ -138,11 +139,22 @@ def _hook_loader(loader: ModuleType) -> None:
 
 
 def _check_launch(result: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    strict.check_launch(
-        getattr(server_args, "speculative_draft_model_path", None),
-        getattr(server_args, "model_path", None),
-        sglang_release(),
-    )
+    try:
+        strict.check_launch(
+            getattr(server_args, "speculative_draft_model_path", None),
+            getattr(server_args, "model_path", None),
+            sglang_release(),
+        )
+    except SpecExportError:
+        raise
+    except Exception as problem:
+        if strict.mode() == "on":
+            raise
+        logger.warning(
+            "spec-export could not check the draft (%s: %s)",
+            type(problem).__name__,
+            problem,
+        )
 
 
 def _around_load(original: Callable[..., Any], model: Any, *args: Any) -> Any:

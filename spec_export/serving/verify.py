@@ -85,7 +85,8 @@ def verify(
         if not files_only:
             findings += _release(manifest, release)
             findings += _same_target(manifest, target)
-    if not files_only:
+    # What leads out of the folder is not followed.
+    if not files_only and not any(f.code == "path-escape" for f in findings):
         try:
             findings += _contents(folder, manifest, target, release)
         except SpecExportError as problem:
@@ -273,7 +274,9 @@ def _default_ids(config: dict[str, Any], target: Target | None) -> bool:
     if not isinstance(ids, list):
         return True
     depth = target.num_hidden_layers if target is not None else None
-    return depth is not None and sorted(ids) == [1, depth // 2 - 1, depth - 4]
+    if depth is None or not all(isinstance(i, int) for i in ids):
+        return False
+    return sorted(ids) == [1, depth // 2 - 1, depth - 4]
 
 
 def _token_map(

@@ -297,6 +297,17 @@ def test_records_of_the_training(scene: Scene, data: st.DataObject) -> None:
     assert scene.answers(folder, "finalize").code == 0
 
 
+def test_a_recipe_that_writes_out_to_billions(scene: Scene) -> None:
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]"]
+    for i in range(30):
+        lines.append(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 8)}]")
+    deep = "[" * 5_000
+    for text in ("\n".join(lines), "a: &a {b: *a}", deep):
+        folder = scene.copy(scene.source)
+        (folder / "run.yaml").write_text(text)
+        assert scene.answers(folder, "finalize").code == 0
+
+
 # -------------------------------------------------------------- out of the folder
 def fails(scene: Scene, folder: Path, command: str, subject: str) -> None:
     answer = scene.answers(folder, command)

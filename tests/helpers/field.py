@@ -18,7 +18,8 @@ H, HEADS, DIM, LAYERS, VOCAB, DRAFT, INNER = 8, 2, 4, 6, 32, 12, 16
 Tensors = dict[str, torch.Tensor]
 
 
-def _values(seed: int, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+def random_values(seed: int, shapes: dict[str, tuple[int, ...]]) -> Tensors:
+    """Values for tensors of these shapes, norms around one, in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     out = {}
     for name, shape in shapes.items():
@@ -63,7 +64,8 @@ def make_target(
         }
         if not tied:
             shapes["lm_head.weight"] = (VOCAB, H)
-        save_file(_values(1, shapes), folder / "model.safetensors", {"format": "pt"})
+        held = random_values(1, shapes)
+        save_file(held, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 
@@ -166,7 +168,7 @@ def draft_tensors(target: Path | None = None) -> Tensors:
         "layers.0.self_attn.o_proj.weight": (H, H),
         **{f"layers.0.self_attn.{p}_proj.weight": (H, 2 * H) for p in "qkv"},
     }
-    tensors = _values(2, shapes)
+    tensors = random_values(2, shapes)
     ids = draft_ids()
     if target is not None and (target / "model.safetensors").exists():
         from safetensors.torch import load_file

@@ -44,12 +44,13 @@ class Made:
         return max(m["max_rel"] for m in manifest["comparison"]["layout"]["metrics"])
 
 
-def export_draft(checkpoint: Path, out: Path, target: Path) -> None:
+def export_draft(checkpoint: Path, out: Path, target: Path, *more: str) -> None:
     """Make the export the way a person does, in fp32 for the engine on a CPU."""
     code = cli.run(
         [
             *("finalize", str(checkpoint), "--output", str(out)),
             *("--target", str(target), "--dtype", "float32"),
+            *more,
         ]
     )
     assert code == 0, f"spec-export finalize {checkpoint.name} exits {code}"

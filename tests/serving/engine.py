@@ -150,10 +150,10 @@ def _load_report(model: torch.nn.Module, draft: Path) -> dict[str, Any]:
     for file in sorted(draft.glob("*.safetensors")):
         tensors |= load_file(file)
     for name, tensor in tensors.items():
-        token_map = model.hot_token_id
+        token_map = getattr(model, "hot_token_id", None)  # EAGLE-3 only
         model.load_weights([(name, tensor)])
         left = _nan_counts(model)
-        if left == unset and model.hot_token_id is token_map:
+        if left == unset and getattr(model, "hot_token_id", None) is token_map:
             ignored.append(name)
         unset = left
     return {

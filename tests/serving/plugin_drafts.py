@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, Qwen3Config
 
+from spec_export.artifact.manifest import FileEntry, Manifest, weights_metadata
 from spec_export.judge.reference.eagle3 import PluginEagle3Reference
 from tests.serving.drafts import DRAFT_VOCAB, LAYER_IDS, VOCAB, Variant, llama_config
 from tests.serving.sglang_process import HERE, REPOSITORY, Engine
 from tests.serving.simulate import STEPS, Continuation, Rounds, rounds_of
 
-MANIFEST = "spec_export_manifest.json"
+MANIFEST, WEIGHTS = "spec_export_manifest.json", "model.safetensors"
 WINDOW = 16  # shorter than the texts
 LONG = 2048  # speculators' default, longer than they are
 
@@ -41,6 +44,7 @@ class PluginVariant(Variant):
     window: int = LONG
     sliding: tuple[int, ...] = ()
     layer_ids: tuple[int, ...] = tuple(LAYER_IDS)
+    stock: bool = False  # whether the stock class computes it too
 
     @property
     def name(self) -> str:
@@ -100,10 +104,10 @@ EACH = [
     _one("qk-norm", arch="qwen3"),
     _one("attention-bias", attention_bias=True),
     _one("mlp-bias", mlp_bias=True),
-    _one("two-layers", layers=2),
-    _one("fc-norm", "fc_norm"),
-    _one("norm-before-fc", "norm_before_fc"),
-    _one("norm-output", norm_output=True),
+    _one("two-layers", layers=2, stock=True),
+    _one("fc-norm", "fc_norm", stock=True),
+    _one("norm-before-fc", "norm_before_fc", stock=True),
+    _one("norm-output", norm_output=True, stock=True),
     _one("single-aux", layer_ids=(4,)),
     _one("single-aux-norm-before-fc", "norm_before_fc", layer_ids=(4,)),
 ]
@@ -167,6 +171,60 @@ class PluginEngine(Engine):
         with self._log.open("rb") as log:
             log.seek(before)
             return answer | {"log": log.read().decode(errors="replace")}
+
+
+def rewrite(
+    export: Path,
+    out: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    entries: Callable[[dict[str, Any]], None],
+) -> Path:
+    """A copy of an export that was wrong when it was written.
+
+    Its files and digests agree with its manifest; only the names are not those that
+    the class takes. ``entries`` changes the manifest's tensors as ``change`` changes
+    the tensors.
+    """
+    shutil.copytree(export, out)
+    tensors = load_file(out / WEIGHTS)
+    change(tensors)
+    manifest = Manifest.read(out)
+    entries(manifest.tensors)
+    save_file(tensors, out / WEIGHTS, metadata=weights_metadata(manifest))
+    data = (out / WEIGHTS).read_bytes()
+    manifest.files[WEIGHTS] = FileEntry(
+        sha256=hashlib.sha256(data).hexdigest(), size=len(data)
+    )
+    (out / MANIFEST).unlink()
+    manifest.write(out)
+    return out
+
+
+def renamed(export: Path, out: Path, old: str, new: str) -> Path:
+    """``rewrite`` with one tensor under another name."""
+
+    def move(items: dict[str, Any]) -> None:
+        items[new] = items.pop(old)
+
+    return rewrite(export, out, move, move)
+
+
+def without(export: Path, out: Path, name: str) -> Path:
+    """``rewrite`` with one tensor less."""
+
+    def drop(items: dict[str, Any]) -> None:
+        del items[name]
+
+    return rewrite(export, out, drop, drop)
+
+
+def flipped(export: Path, out: Path) -> Path:
+    """A copy with one bit of one weight changed."""
+    shutil.copytree(export, out)
+    data = bytearray((out / WEIGHTS).read_bytes())
+    data[-3] ^= 1
+    (out / WEIGHTS).write_bytes(data)
+    return out
 
 
 def as_stock(export: Path, out: Path) -> Path:

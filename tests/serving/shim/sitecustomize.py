@@ -9,6 +9,7 @@ finder below declares them, only where the extension really cannot be loaded.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -59,3 +60,7 @@ def _declare_operators() -> None:
 
 _KEPT: list[object] = []
 sys.meta_path.insert(0, _TorchvisionOperators())
+if os.environ.get("SPEC_EXPORT_BLOCK_DRAFTS") == "1":
+    import block_drafts
+
+    block_drafts.install()
