@@ -78,7 +78,7 @@ demo: $(INSTALLED) ## train, export, finalize and verify a tiny draft on the CPU
 	[[ ! -e demo_out/exports/best ]] || export=demo_out/exports/best
 	run spec-export verify $$export --target demo_out/target --compare
 	run spec-export show $$export --tensors
-	run spec-export show $$export --launch
+	run spec-export show $$export --launch --target demo_out/target
 	echo "demo: $$(($$(date +%s) - start)) s"
 
 test: $(INSTALLED) ## unit, judge and end-to-end tests; no network, no accelerator

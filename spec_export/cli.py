@@ -6,6 +6,7 @@ Rooms are imported inside the commands, so that ``--help`` and ``show`` stay fas
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -64,13 +65,15 @@ class Outcome:
     Attributes:
         findings: Printed as ``error[code] subject: message``.
         data: What ``--json`` adds to the object.
-        text: For a person, on stdout where it is the thing asked for.
+        text: For a person.
+        shown: The text is the thing asked for, so it goes to stdout.
         answer: False where the answer is no without an error finding.
     """
 
     findings: list[Finding] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     text: str = ""
+    shown: bool = False
     answer: bool = True
 
 
@@ -164,6 +167,10 @@ def finalize(
     force: Annotated[
         bool, typer.Option("--force", help="Replace an export at the output path.")
     ] = False,
+    merge: Annotated[
+        Path | None,
+        typer.Option("--merge-into", help="MTP: a copy of this target with the head."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Turn a checkpoint, a training folder or a saved export into a final export."""
@@ -172,6 +179,16 @@ def finalize(
     from spec_export.finalize import finalize as run
     from spec_export.report.screen import final_text
 
+    if merge is not None:
+        _merge(
+            source,
+            merge,
+            output,
+            ExportOptions(sglang=sglang, allow=tuple(allow or ())),
+            compare,
+            device,
+        )
+        return
     options = FinalizeOptions(
         output=output,
         target=target,
@@ -189,6 +206,24 @@ def finalize(
     )
     result = run(source, options)
     _say(Outcome(result.findings, summary(result), final_text(result)))
+
+
+def _merge(
+    source: Path,
+    into: Path,
+    output: Path | None,
+    options: Any,
+    compare: bool,
+    device: str,
+) -> None:
+    from spec_export.merge import merge_into
+
+    if output is None:
+        raise usage_error(
+            "option-invalid", "--output", "it is needed", "--output DIR, a new folder"
+        )
+    result = merge_into(source, into, output, options, compare=compare, device=device)
+    _say(Outcome(result.findings, result.summary(), result.text()))
 
 
 @app.command()
@@ -258,14 +293,14 @@ def show(
     content = Manifest.read(folder)
     if launch:
         argv = launch_argv(content, folder, target)
-        _say(Outcome([], {"launch": argv}, launch_line(content, folder, target)))
+        _say(Outcome([], {"launch": argv}, launch_line(content, folder, target), True))
     elif tensors:
         table = content.to_json()["tensors"]
-        _say(Outcome([], {"tensors": table}, screen.tensor_text(content)))
+        _say(Outcome([], {"tensors": table}, screen.tensor_text(content), True))
     else:
         whole = content.to_json()
         text = json.dumps(whole, indent=2) if manifest else screen.show_text(content)
-        _say(Outcome([], {"manifest": whole}, text))
+        _say(Outcome([], {"manifest": whole}, text, True))
 
 
 @app.command()
@@ -287,6 +322,7 @@ def diff(
             [],
             {"differences": found},
             diff_text(found),
+            shown=True,
             answer=not found,
         )
     )
@@ -299,7 +335,7 @@ def doctor(as_json: Json = False) -> None:
 
     rows, findings = examine()
     text = "\n".join(f"{r['what']:<14} {r['state']}" for r in rows)
-    _say(Outcome(findings, {"checks": rows}, text))
+    _say(Outcome(findings, {"checks": rows}, text, True))
 
 
 def _need(package: str) -> None:
@@ -315,6 +351,15 @@ def _need(package: str) -> None:
 
 
 # ------------------------------------------------------------------ printing, exits
+# The keys that a command's object has on every exit, null where there is no answer.
+_ADDS = {
+    "finalize": ("source", "output", "verdict", "min_version", "requires_plugin"),
+    "check": ("plan", "min_version", "requires_plugin"),
+    "verify": ("status", "verdict"),
+    "diff": ("differences",),
+}
+
+
 def _print_findings(findings: Iterable[Finding]) -> None:
     for f in findings:
         print(f"{f.severity}[{f.code}] {f.subject}: {f.message}", file=sys.stderr)
@@ -328,13 +373,14 @@ def _finish(command: str, as_json: bool, outcome: Outcome, code: int) -> int:
             "ok": code == 0,
             "command": command,
             "findings": [f.to_json() for f in outcome.findings],
+            **dict.fromkeys(_ADDS.get(command, ())),
             **outcome.data,
         }
-        print(json.dumps(payload, ensure_ascii=False))
+        print(json.dumps(payload))
     else:
         _print_findings(outcome.findings)
         if outcome.text:
-            print(outcome.text)
+            print(outcome.text, file=sys.stdout if outcome.shown else sys.stderr)
     return code
 
 
@@ -373,7 +419,9 @@ def run(argv: list[str]) -> int:
     except typer.Abort:
         return 128 + signal.SIGINT
     except SpecExportError as exc:
-        return _finish(command, as_json, Outcome(exc.findings), exc.exit_code)
+        failed = any(f.code == "comparison-failed" for f in exc.findings)
+        data = {"verdict": "fail"} if failed else {}
+        return _finish(command, as_json, Outcome(exc.findings, data), exc.exit_code)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as exc:
@@ -405,6 +453,9 @@ def _bug(exc: Exception) -> Outcome:
 def main() -> NoReturn:
     """Entry point of the ``spec-export`` script."""
     signal.signal(signal.SIGTERM, _on_signal)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names in broken files need not have a form in the terminal's encoding.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spec_export.artifact.header import read_header
+from spec_export.artifact.manifest import METADATA_KEY
 from spec_export.artifact.source import Source
 from spec_export.artifact.target import Target
 from spec_export.findings import usage_error
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 POSITIONS = 256
+WINDOW_FLAG = "--speculative-draft-window-size"
 STEPS = 3
 
 
@@ -116,6 +119,7 @@ def judge_of_checkpoint(
             target=served,
             embed=own if served is None else None,
             release=release or newest_known(),
+            window=window_of(folder),
             device=place,
             steps=steps,
             write_probe=True,
@@ -127,6 +131,36 @@ def judge_of_checkpoint(
         }
 
     return judge
+
+
+def layout_of_merged(
+    source: Source, target: Target, folder: Path, device: str, release: str | None
+) -> Leg:
+    """An MTP checkpoint against a copy of its target that it was merged into."""
+    from spec_export.judge import training_module
+    from spec_export.judge.inputs import Inputs
+    from spec_export.judge.run import layout_leg
+
+    place = choose_device(device)
+    borrowed = _borrowed(source, target)
+    module = training_module(
+        source.config,
+        lambda name: (
+            borrowed[name] if name in borrowed else as_torch(source.read(name))
+        ),
+        [*source.tensors, *borrowed],
+        device=place,
+    )
+    return layout_leg(
+        folder,
+        module,
+        Inputs.for_config(source.config, positions=POSITIONS),
+        target=target.path,
+        release=release or newest_known(),
+        window=window_of(folder),
+        device=place,
+        steps=STEPS,
+    )
 
 
 def leg_of_probe(
@@ -144,8 +178,27 @@ def leg_of_probe(
         load_probe(folder),
         target=target.path,
         release=release or newest_known(),
+        window=window_of(folder),
         device=choose_device(device),
     )
+
+
+def window_of(folder: Path) -> int | None:
+    """The window that the launch line of an export gives the draft, in tokens.
+
+    Read from the weights: when an export is judged, its manifest is not there yet.
+    """
+    import json
+
+    first = min(folder.glob("*.safetensors"))
+    embedded = read_header(first).metadata.get(METADATA_KEY)
+    if embedded is None:
+        return None
+    try:
+        launch = json.loads(embedded)["serving"]["launch"]
+        return int(launch[launch.index(WINDOW_FLAG) + 1])
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+        return None  # no such flag; a broken manifest has its own findings
 
 
 def saved_dtype_of(folder: Path) -> Any:

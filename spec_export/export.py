@@ -25,6 +25,7 @@ from spec_export.artifact.publish import (
 )
 from spec_export.artifact.roles import (
     Facts,
+    Known,
     derived_blocks,
     read_facts,
     saved_blocks,
@@ -153,6 +154,7 @@ def export_source(
     finish: Callable[[Path, m.Manifest], None] | None = None,
     place: Place = "new",
     before: Sequence[Finding] = (),
+    known: Known | None = None,
 ) -> ExportResult:
     """Write one export; the folder appears whole or not at all.
 
@@ -170,6 +172,7 @@ def export_source(
             training; a taken name gets a number, and an export whose comparison
             failed is published with the suffix ``.failed``.
         before: Findings of the way to the source; they are recorded too.
+        known: What earlier exports of the same training saw of frozen tensors.
 
     Raises:
         SpecExportError: exit 1 where the answer is no; nothing new is left then,
@@ -181,7 +184,7 @@ def export_source(
     if not plan.ok:
         raise SpecExportError([*before, *plan.findings])
     dtype = choose_dtype(_written_floats(source), options.dtype).dtype
-    facts = read_facts(source, plan, target, dtype)
+    facts = read_facts(source, plan, target, dtype, known)
     facts.findings = apply_allow(facts.findings, options.allow)
     findings = [
         *before,

@@ -16,6 +16,7 @@ from spec_export.artifact.resolve import (
     resolve_source,
     resolve_target,
 )
+from spec_export.artifact.runs import failed_exports
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import Target, open_target
 from spec_export.artifact.verify_files import verify_files
@@ -188,6 +189,8 @@ def _finish(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
     folder = resolved.folder
     manifest = m.Manifest.read(folder)
     findings = [*resolved.findings, *verify_files(folder, manifest)]
+    if resolved.kind == "output_dir":
+        findings += failed_exports(folder.parent, manifest.run_id, folder)
     if manifest.status == "failed":
         findings.append(
             error(
@@ -267,7 +270,9 @@ def _compare_again(
 def summary(result: FinalizeResult) -> dict[str, Any]:
     """What ``finalize --json`` adds to its object."""
     return {
-        "source": result.source,
+        "source": result.source["path"],
+        "source_kind": result.source["kind"],
+        "source_why": result.source["why"],
         "output": str(result.output),
         "verdict": result.verdict,
         "min_version": result.manifest.serving.min_version,

@@ -84,6 +84,7 @@ _codes(
     sample_from_anchor="the serving class starts sampling at another slot",
     sliding_window_extent="SGLang counts the window of a block differently",
     forward_differs="SGLang's forward and the training module disagree",
+    mtp_first_step="SGLang gives MTP the target's state after the final norm",
     mask_token_is_special="the mask token of a block draft has another meaning too",
 )
 _codes(

@@ -6,12 +6,12 @@ import errno
 import hashlib
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from spec_export.artifact.hidden import TEMPORARY, hidden_name
 from spec_export.findings import usage_error
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -87,7 +87,7 @@ def replace_file(path: Path, data: bytes) -> FileFact:
     Raises:
         SpecExportError: exit 2, ``disk-full``; the old file is untouched.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    beside = path.with_name(hidden_name(TEMPORARY, path.name))
     try:
         fact = write_file(beside, data)
         with disk_errors(path):

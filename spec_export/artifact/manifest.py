@@ -310,7 +310,7 @@ def canonical_json(content: Any) -> bytes:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {_text(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
         return [_plain(item) for item in value]
     if hasattr(value, "item") and not isinstance(value, str):  # a numpy scalar
@@ -319,9 +319,14 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, int) and not isinstance(value, bool):
         return value if abs(value) <= _EXACT else str(value)
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, bool):
         return value
-    return str(value)  # dates that YAML reads from a recipe
+    return _text(str(value))  # also dates that YAML reads from a recipe
+
+
+def _text(value: str) -> str:
+    """A string that has a UTF-8 form; JSON's escapes can make half a character."""
+    return value.encode("utf-8", "replace").decode()
 
 
 def json_schema() -> dict[str, Any]:

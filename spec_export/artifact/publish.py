@@ -9,30 +9,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import os
-import re
 import shutil
-import socket
-import time
-import uuid
 from pathlib import Path
 from types import TracebackType
 
 from spec_export.artifact.disk import disk_errors, sync_folder, sync_tree
+from spec_export.artifact.hidden import (
+    OLD,
+    STAGING,
+    TEMPORARY,
+    TRASH,
+    hidden_name,
+    sweep,
+)
 from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
 from spec_export.artifact.resolve import step_folders
 from spec_export.findings import SpecExportError, usage_error
 
-_STAGING = ".staging-"
-_OLD = ".old-"
-_TRASH = ".trash-"
-# <prefix><name>-<machine>-<pid>-<unique>
-_HIDDEN = re.compile(
-    r"(\.staging-|\.old-|\.trash-)(.+)-([0-9a-f]{12})-(\d+)-([0-9a-f]{8})", re.ASCII
-)
-# Leftovers of another machine: nobody can tell whether their process lives.
-_ABANDONED_SECONDS = 7 * 24 * 3600
 # What a model folder consists of; --force deletes nothing else.
 _MODEL_FILES = (
     *(".safetensors", ".bin", ".pt", ".npy", ".npz", ".model", ".json", ".yaml"),
@@ -54,7 +48,7 @@ class Staging:
 
     def __init__(self, parent: str | Path, name: str) -> None:
         self.parent = Path(parent)
-        self.path = self.parent / _hidden(_STAGING, name)
+        self.path = self.parent / hidden_name(STAGING, name)
 
     def __enter__(self) -> Staging:
         with disk_errors(self.parent):
@@ -170,7 +164,7 @@ def replace_existing(staging: Path, dest: Path) -> Path:
         if not _exchange(staging, dest):
             # A crash between the two renames leaves only the old export, under
             # a hidden name that sweep() gives back.
-            old = dest.parent / _hidden(_OLD, dest.name)
+            old = dest.parent / hidden_name(OLD, dest.name)
             os.rename(dest, old)
             try:
                 os.rename(staging, dest)
@@ -219,7 +213,7 @@ def point_link(link: Path, name: str) -> None:
         raise usage_error(
             "output-exists", link.name, f"{link} is there and is not a link of ours"
         )
-    beside = link.with_name(f".{link.name}.{uuid.uuid4().hex[:8]}")
+    beside = link.with_name(hidden_name(TEMPORARY, link.name))
     with disk_errors(link):
         try:
             os.symlink(name, beside)
@@ -229,8 +223,34 @@ def point_link(link: Path, name: str) -> None:
             beside.unlink(missing_ok=True)
 
 
+def settle(
+    output_dir: Path,
+    folder: Path,
+    *,
+    best: Path | None = None,
+    keep_last: int | None = None,
+    run_id: str | None = None,
+) -> None:
+    """What follows when an export of a training is there: links, then retention.
+
+    Args:
+        output_dir: Of the callback.
+        folder: The new export in it.
+        best: The run's best export, if it is there.
+        keep_last: As ``retain``.
+        run_id: The run.
+    """
+    point_link(output_dir / "latest", folder.name)
+    if best is not None:
+        point_link(output_dir / "best", best.name)
+    retain(output_dir, keep_last, run_id, best)
+
+
 def retain(
-    parent: Path, keep_last: int | None, run_id: str | None = None
+    parent: Path,
+    keep_last: int | None,
+    run_id: str | None = None,
+    also: Path | None = None,
 ) -> list[Path]:
     """Remove old exports, never those that ``best`` or ``latest`` name or final ones.
 
@@ -242,6 +262,7 @@ def retain(
         keep_last: How many of the newest to keep, failed ones not counted, which
             go together with the exports around them; None keeps all.
         run_id: Touch only exports of this run.
+        also: Keep this one too.
 
     Returns:
         What was removed.
@@ -249,6 +270,7 @@ def retain(
     if keep_last is None:
         return []
     linked = {(parent / link).resolve() for link in ("best", "latest")}
+    linked |= set() if also is None else {also.resolve()}
     by_age: list[tuple[Path, Manifest]] = []
     for folder in sorted(step_folders(parent), key=_published, reverse=True):
         try:
@@ -262,43 +284,12 @@ def retain(
         if kept < keep_last:
             kept += manifest.status != "failed"
         elif manifest.status != "final" and folder.resolve() not in linked:
-            trash = parent / _hidden(_TRASH, folder.name)
+            trash = parent / hidden_name(TRASH, folder.name)
             with disk_errors(folder):
                 os.rename(folder, trash)
             shutil.rmtree(trash, ignore_errors=True)
             removed.append(folder)
     return removed
-
-
-def sweep(parent: Path) -> list[Path]:
-    """Remove what processes that died left behind; give an old export its name back.
-
-    Folders of processes that live are not touched, nor those of other machines
-    that are younger than a week.
-
-    Returns:
-        The hidden folders that are gone.
-    """
-    gone = []
-    for path in sorted(parent.glob(".*-*")):
-        match = _HIDDEN.fullmatch(path.name)
-        if not match or path.is_symlink() or not path.is_dir():
-            continue
-        prefix, name, machine, pid = match[1], match[2], match[3], int(match[4])
-        if machine == _machine():
-            if _alive(pid):
-                continue
-        elif time.time() - path.stat().st_mtime < _ABANDONED_SECONDS:
-            continue
-        try:
-            if prefix == _OLD and not os.path.lexists(parent / name):
-                os.rename(path, parent / name)
-            else:
-                shutil.rmtree(path)
-        except OSError:
-            continue  # another process sweeps too, or it is not ours to delete
-        gone.append(path)
-    return gone
 
 
 def _published(folder: Path) -> tuple[int, str]:
@@ -315,31 +306,6 @@ def _files_of(folder: Path) -> dict[str, str] | None:
     except SpecExportError:
         return None
     return {name: entry.sha256 for name, entry in manifest.files.items()} or None
-
-
-def _hidden(prefix: str, name: str) -> str:
-    return f"{prefix}{name}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-
-
-def _machine() -> str:
-    """Tells whether a process id can be looked up here: host, boot, namespace."""
-    parts = [socket.gethostname()]
-    try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    except OSError:
-        pass  # not Linux: the host alone
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        pass
-    return True
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -6,7 +6,7 @@ target's is a copy whatever it says, one that moved since the first step is trai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,45 @@ class Facts:
     equals: dict[str, bool | None] = field(default_factory=dict)
     roles: dict[str, str | None] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What one look at the values of a tensor tells, whatever else is known."""
+
+    sha256: str
+    equals: bool | None
+    findings: tuple[Finding, ...]
+
+
+class Known:
+    """Looks of a run's earlier exports, so that frozen tensors are read once.
+
+    Only for exports of one training with the same options and the same target.
+    """
+
+    def __init__(self) -> None:
+        self._looks: dict[str, tuple[int, _Look]] = {}
+        self._versions: Mapping[str, int] = {}
+
+    def start(self, versions: Mapping[str, int]) -> None:
+        """Begin with the next export.
+
+        Args:
+            versions: For each tensor a number that is that of the last export if
+                its bytes are.
+        """
+        self._versions = versions
+
+    def get(self, name: str, look: Callable[[], _Look]) -> _Look:
+        """What is known of a tensor, after a look at it if need be."""
+        version, known = self._versions.get(name), self._looks.get(name)
+        if known is not None and version is not None and known[0] == version:
+            return known[1]
+        found = look()
+        if version is not None:
+            self._looks[name] = version, found
+        return found
 
 
 def saved_dtype(info: TensorInfo, kind: Kind, dtype: str) -> str:
@@ -84,6 +123,7 @@ def read_facts(
     plan: Plan,
     target: Target | None,
     dtype: str,
+    known: Known | None = None,
 ) -> Facts:
     """Look at every value once: digests, impossible numbers, roles.
 
@@ -92,11 +132,12 @@ def read_facts(
         plan: A plan without errors.
         target: With weights, or None.
         dtype: Saved float dtype in safetensors' spelling.
+        known: What earlier exports of the run saw, and where this one is noted.
 
     Returns:
         The facts; error findings in them speak against writing.
     """
-    facts = Facts()
+    facts, known = Facts(), known or Known()
     weights = target if target is not None and target.has_weights else None
     rows = _check_map(source, plan, facts)
     counterparts = {f.source: f.counterpart for f in plan.fates}
@@ -107,26 +148,26 @@ def read_facts(
     hints = {p.sources[0]: p.role_hint for p in renamed}
     for fate in plan.fates:
         name = fate.source
-        tensor = source.tensors[name]
-        kind = kinds.get(name, "float")
-        scanned = scan(saved_blocks(source.read(name), kind, dtype))
-        facts.sha256[name] = scanned.sha256
-        written = name in kinds and kind == "float"
-        problems = _cast(source, tensor, dtype) if written else []
-        if not has_errors(problems):
-            problems += check_values(
-                tensor, scanned, may_be_zero=name not in plan.nonzero
+
+        def look(name: str = name) -> _Look:
+            return _look(
+                source,
+                name,
+                kinds.get(name),
+                counterparts.get(name),
+                weights,
+                rows,
+                dtype,
+                may_be_zero=name not in plan.nonzero,
             )
-        facts.findings += problems
-        if has_errors(problems):
+
+        seen = known.get(name, look)
+        facts.sha256[name] = seen.sha256
+        facts.findings += seen.findings
+        if has_errors(seen.findings):
             continue
-        role = counterparts.get(name)
-        # Rows are picked through the token map where the tensor counts draft tokens.
-        through_map = tensor.shape[:1] != _rows_of(weights, role)
-        facts.equals[name] = _equals(
-            source, name, role, weights, rows if through_map else None, dtype
-        )
-        facts.roles[name] = _role(source, name, facts.equals[name], hints.get(name))
+        facts.equals[name] = seen.equals
+        facts.roles[name] = _role(source, name, seen.equals, hints.get(name))
         _doubt(source, name, facts)
     for placement in plan.placements:
         if placement.transform is not None:
@@ -138,6 +179,33 @@ def read_facts(
             _take_from_target(placement.key, weights, rows, dtype, facts)
     _replaced(source, plan, facts)
     return facts
+
+
+def _look(
+    source: Source,
+    name: str,
+    kind: Kind | None,
+    counterpart: Counterpart | None,
+    target: Target | None,
+    rows: np.ndarray | None,
+    dtype: str,
+    *,
+    may_be_zero: bool,
+) -> _Look:
+    """Digest, impossible values and equality with the target; kind None: not written."""
+    tensor = source.tensors[name]
+    scanned = scan(saved_blocks(source.read(name), kind or "float", dtype))
+    problems = _cast(source, tensor, dtype) if kind == "float" else []
+    if not has_errors(problems):
+        problems += check_values(tensor, scanned, may_be_zero=may_be_zero)
+    if has_errors(problems):
+        return _Look(scanned.sha256, None, tuple(problems))
+    # Rows are picked through the token map where the tensor counts draft tokens.
+    through_map = tensor.shape[:1] != _rows_of(target, counterpart)
+    equals = _equals(
+        source, name, counterpart, target, rows if through_map else None, dtype
+    )
+    return _Look(scanned.sha256, equals, tuple(problems))
 
 
 def _cast(source: Source, tensor: TensorInfo, dtype: str) -> list[Finding]:

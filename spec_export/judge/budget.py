@@ -39,17 +39,22 @@ def fitting(
         return inputs
     if device.type == "cuda":
         forward(inputs.first(low))  # the first one pays for caches
-    times = []
-    for count in (low, high):
+
+    def measured(count: int) -> float:
         start = time.perf_counter()
         forward(inputs.first(count))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    per_row = max(times[1] - times[0], 1e-9) / (high - low)
-    left = seconds - sum(times) - (full + few) * times[0]
-    rows = int(low + max(left, 0.0) / full / per_row)
-    rows = max(min(rows, len(inputs)), low)
+        return time.perf_counter() - start
+
+    least = measured(low)
+    left = seconds - (1 + full + few) * least
+    rows = low
+    if together or left > least:  # otherwise a longer look costs more than it tells
+        more = measured(high)
+        per_row = max(more - least, 1e-9) / (high - low)
+        rows = int(low + max(left - more, 0.0) / full / per_row)
+        rows = max(min(rows, len(inputs)), low)
     if together:
         agreed = torch.tensor([rows], device=device)
         torch.distributed.broadcast(agreed, 0)

@@ -12,6 +12,7 @@ import torch
 from spec_export.judge.inputs import Inputs
 from spec_export.judge.reference.block import BlockReference
 from spec_export.judge.reference.eagle3 import Eagle3Reference
+from spec_export.judge.reference.mtp import MtpReference
 from spec_export.judge.seeded import uniform
 
 # Stage of a layer -> (parameter of the serving model, part, tensor of training).
@@ -248,7 +249,7 @@ def _attention(case: Case) -> str:
 
 
 def token_map_differences(
-    reference: Eagle3Reference | BlockReference, trained: torch.Tensor
+    reference: Eagle3Reference | BlockReference | MtpReference, trained: torch.Tensor
 ) -> list[str]:
     """What is wrong with the serving side's token map; empty if it is right.
 

@@ -80,13 +80,15 @@ class Inputs:
     ) -> Inputs:
         """Random rows for a speculators ``config.json``."""
         layer = checkpoint_config["transformer_layer_config"]
+        kind = checkpoint_config.get("speculators_model_type")
         ids = checkpoint_config.get(
             "eagle_aux_hidden_state_layer_ids",
             checkpoint_config.get("aux_hidden_state_layer_ids"),
         )
         return cls.random(
             vocab_size=layer["vocab_size"],
-            aux_width=(len(ids) if ids else 3) * layer["hidden_size"],
+            aux_width=layer["hidden_size"]
+            * (1 if kind == "mtp" else len(ids) if ids else 3),
             positions=positions,
             seed=seed,
         )

@@ -71,6 +71,40 @@ class ReorderedSums(TorchFunctionMode):
         return _in_pieces(*args, **kwargs)
 
 
+class OwnRandomness(TorchFunctionMode):
+    """Random numbers come from a generator of ours: the process's own is not touched.
+
+    Args:
+        device: Where the computation runs; CPU numbers are covered as well.
+        seed: Of each generator.
+    """
+
+    _DRAWS = frozenset(
+        {torch.rand, torch.randn, torch.randint, torch.randperm, torch.multinomial}
+    )
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        super().__init__()
+        kinds = {torch.device("cpu"), device}
+        self._generators = {d.type: torch.Generator(d).manual_seed(seed) for d in kinds}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._DRAWS and kwargs.get("generator") is None:
+            where = kwargs.get("device")
+            if args and isinstance(args[0], torch.Tensor):
+                where = args[0].device
+            kind = torch.device(where or "cpu").type
+            kwargs["generator"] = self._generators.get(kind)
+        return func(*args, **kwargs)
+
+
 def _in_pieces(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from torch import nn
 from spec_export.findings import SpecExportError, error
 from spec_export.judge.block_probe import block_logits, is_block
 from spec_export.judge.inputs import Inputs
+from spec_export.judge.mtp_probe import is_mtp, main_weight, mtp_logits
+from spec_export.judge.modes import OwnRandomness
 from spec_export.judge.stored_probe import Probe, load_probe, save_probe
 
 __all__ = [
@@ -38,6 +42,7 @@ MODULES = {
     "dflash": ("speculators.models.dflash.core", "DFlashDraftModel"),
     "dflash2": ("speculators.models.dflash2.core", "DFlash2DraftModel"),
     "dspark": ("speculators.models.dspark.core", "DSparkDraftModel"),
+    "mtp": ("speculators.models.mtp.core", "MTPDraftModel"),
 }
 # Used by the loss only; the checkpoint does not hold them.
 LOSS_ONLY = ("verifier_lm_head", "verifier_norm")
@@ -55,6 +60,7 @@ def training_module(
     *,
     saved_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
+    empty: nn.Module | None = None,
 ) -> nn.Module:
     """Build the model class of speculators itself, filled from a checkpoint.
 
@@ -72,11 +78,13 @@ def training_module(
             (which would otherwise draft from zeros, without an error).
         saved_dtype: Round each float tensor to the dtype of the export first.
         device: Where to compute.
+        empty: From ``empty_module``, to be filled: another thread than that of a
+            training must not make one.
 
     Raises:
         SpecExportError: an unknown draft type, or tensors that do not fit the class.
     """
-    model = _empty_module(checkpoint_config)
+    model = empty_module(checkpoint_config) if empty is None else empty
     for name in LOSS_ONLY:
         if hasattr(model, name):
             # Block drafts run them in every forward, for targets that nobody reads.
@@ -116,12 +124,21 @@ def training_module(
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+    # Past torch.compile, for good: not every thread may set its stance.
+    plain = getattr(type(model).forward, "_torchdynamo_orig_callable", None)
+    if plain is not None:
+        model.forward = MethodType(plain, model)
     embed = drafting_module(model).embed_tokens
     embed.register_forward_hook(lambda _module, _args, rows: rows.to(dtype))
     return model.eval().requires_grad_(False)
 
 
-def _empty_module(checkpoint_config: Mapping[str, Any]) -> nn.Module:
+def empty_module(checkpoint_config: Mapping[str, Any]) -> nn.Module:
+    """The training class on the meta device, for ``training_module`` to fill.
+
+    Raises:
+        SpecExportError: for an unknown draft type.
+    """
     kind = checkpoint_config.get("speculators_model_type")
     if kind not in MODULES:
         raise SpecExportError(
@@ -185,11 +202,15 @@ def _probing(draft: Any, device: torch.device) -> Iterator[None]:
     )
     cuda = [device] if device.type == "cuda" else []
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=cuda))
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(torch.random.fork_rng(devices=cuda))
+            # hooks may be ignored in compiled code
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
+            # Both are the process's, and a training may go on beside this thread.
+            stack.enter_context(OwnRandomness(device))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        # hooks may be ignored in compiled code
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             draft.eval()
             if draft._attn_impl == "simple_flex_attention":
@@ -243,16 +264,18 @@ def training_logits(
         Per step [T, draft vocabulary] on the module's device.
     """
     draft = drafting_module(module)
-    parameter = draft.fc.weight
+    parameter = main_weight(draft)
     device, dtype = parameter.device, parameter.dtype
     logits: list[torch.Tensor] = []
     handles = []
-    if not is_block(draft):
+    if not is_block(draft) and not is_mtp(draft):
         handles.append(draft.lm_head.register_forward_hook(_collector(logits)))
     if on_output is not None:
         for name, part in draft.named_modules():
             handles.append(part.register_forward_hook(_reporter(name, on_output)))
     try:
+        if is_mtp(draft):
+            return mtp_logits(draft, inputs, steps, compute or dtype)
         with _probing(draft, device):
             if is_block(draft):
                 return block_logits(draft, inputs, steps, compute or dtype)

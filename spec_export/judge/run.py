@@ -38,6 +38,7 @@ from spec_export.judge.modes import (
     jittered,
     rounded_to,
 )
+from spec_export.judge.mtp_probe import first_step_note, main_weight
 from spec_export.judge.probe import (
     LOSS_ONLY,
     drafting_module,
@@ -48,6 +49,7 @@ from spec_export.judge.probe import (
 from spec_export.judge.reference import load_reference
 from spec_export.judge.reference.block import BlockReference
 from spec_export.judge.reference.eagle3 import Eagle3Reference
+from spec_export.judge.reference.mtp import MtpReference
 from spec_export.judge.reference.serving_config import (
     ReferenceUnsupported,
     ServingError,
@@ -57,6 +59,7 @@ from spec_export.judge.stored_probe import Probe, save_probe
 from spec_export.judge.target import TargetUnreadable, target_tensors
 from spec_export.judge.verdict import Leg, LegName, StepMetrics, Tolerance, not_run
 
+Reference = Eagle3Reference | BlockReference | MtpReference
 NEWEST = "0.5.23"
 # Up to here the fixed bound of design.md 7 holds for float32.
 SMALL_HIDDEN = 512
@@ -112,7 +115,7 @@ def layout_leg(
         The leg; never raises for what SGLang would refuse (that is a failed leg).
     """
     began = time.monotonic()
-    dtype = drafting_module(module).fc.weight.dtype
+    dtype = main_weight(drafting_module(module)).dtype
     reference = _open_reference(
         folder, target, embed, head, release, device, window, dtype
     )
@@ -150,7 +153,7 @@ def layout_leg(
     problems = _problems(reference, metrics, tolerance)
     problems += token_map_differences(reference, target_ids(module))
     chains: tuple[StepMetrics, ...] = ()
-    if not problems:
+    if not problems and not isinstance(reference, MtpReference):
         with ChangedWeights(rounded_to(saved)):
             chains = _compare_chain(module, reference, inputs, steps, trained)
         problems = _over(chains, tolerance, "logits of the free-running chain")
@@ -158,7 +161,7 @@ def layout_leg(
     if problems:
         with ChangedWeights(rounded_to(saved)):
             level = tolerance.max_rel
-            if isinstance(reference, BlockReference):
+            if not isinstance(reference, Eagle3Reference):
                 diagnosis = _diagnose_block(module, reference, inputs, level)
             else:
                 diagnosis = diagnose(module, reference, inputs, steps, level, saved)
@@ -183,7 +186,7 @@ def layout_leg(
         free_running=chains,
         tolerance=tolerance,
         diagnosis=tuple(diagnosis),
-        notes=_notes(reference, inputs),
+        notes=(*_notes(reference, inputs), *first_step_note(draft, inputs, target)),
         seconds=time.monotonic() - began,
         findings=_findings("layout", problems, diagnosis, asked, len(inputs)),
     )
@@ -278,7 +281,7 @@ def cast_leg(
     if isinstance(saved_dtype, str):
         saved_dtype = getattr(torch, saved_dtype)
         assert isinstance(saved_dtype, torch.dtype)
-    weight = drafting_module(live_module).fc.weight
+    weight = main_weight(drafting_module(live_module))
     asked = len(inputs)
     draft = drafting_module(live_module)
     if is_block(draft):
@@ -322,7 +325,10 @@ def cast_leg(
 
 
 def _diagnose_block(
-    module: nn.Module, reference: BlockReference, inputs: Inputs, level: float
+    module: nn.Module,
+    reference: BlockReference | MtpReference,
+    inputs: Inputs,
+    level: float,
 ) -> list[str]:
     """Both sides once more on a few rows of one document, stage by stage."""
     one = inputs.first(16)
@@ -358,7 +364,7 @@ def _open_reference(
     device: str | torch.device,
     window: int | None,
     dtype: torch.dtype,
-) -> Eagle3Reference | BlockReference | Leg:
+) -> Reference | Leg:
     """The serving side, or the leg that says why there is none."""
     try:
         if target is not None:
@@ -389,9 +395,7 @@ def _failed(name: LegName, reason: str, diagnosis: Sequence[str]) -> Leg:
     )
 
 
-def _serve(
-    reference: Eagle3Reference | BlockReference, inputs: Inputs, steps: int
-) -> list[torch.Tensor]:
+def _serve(reference: Reference, inputs: Inputs, steps: int) -> list[torch.Tensor]:
     return reference.teacher_forced(
         inputs.token_ids, inputs.aux, inputs.position_ids, inputs.document_ids, steps
     )
@@ -451,7 +455,7 @@ def _layout_tolerance(
 
 
 def _problems(
-    reference: Eagle3Reference | BlockReference,
+    reference: Reference,
     metrics: Sequence[StepMetrics],
     tolerance: Tolerance,
 ) -> list[str]:
@@ -474,7 +478,7 @@ def _over(metrics: Sequence[StepMetrics], tolerance: Tolerance, what: str) -> li
     return [f"{said} {allowed}, from step {first.step} on"]
 
 
-def _shortest_window(reference: Eagle3Reference | BlockReference) -> float:
+def _shortest_window(reference: Reference) -> float:
     layers = range(reference.config.num_layers)
     windows = [w for i in layers if (w := reference.window_of(i)) is not None]
     return min(windows, default=math.inf)
@@ -490,9 +494,7 @@ def _not_finite(module: nn.Module, dtype: torch.dtype) -> list[str]:
     ]
 
 
-def _notes(
-    reference: Eagle3Reference | BlockReference, inputs: Inputs
-) -> tuple[str, ...]:
+def _notes(reference: Reference, inputs: Inputs) -> tuple[str, ...]:
     notes = []
     if reference.report.dropped:
         names = ", ".join(reference.report.dropped)

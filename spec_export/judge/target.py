@@ -58,6 +58,17 @@ def target_tensors(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return _read(files, embed_name), _read(files, head_name)
 
 
+def target_norm(folder: Path) -> torch.Tensor | None:
+    """Weight of the target's final norm [H], None where the folder lacks it."""
+    files = _files(folder)
+    name = _find(files, ("norm.weight",))
+    if name is None or not files[name].is_file():
+        return None
+    with safe_open(files[name], framework="pt") as handle:
+        weight: torch.Tensor = handle.get_tensor(name)
+    return weight
+
+
 def _read(files: dict[str, Path], name: str) -> torch.Tensor:
     file = files[name]
     if not file.is_file():

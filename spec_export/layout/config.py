@@ -6,6 +6,7 @@ and both treat null, false and absence differently; that is why each key has a r
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,7 +45,7 @@ def build_config(
             continue
         if rule.function is not None:
             try:
-                config.update(_FUNCTIONS[rule.function](source, dtype))
+                config.update(_FUNCTIONS[rule.function](source, values, dtype))
             except RopeError as exc:
                 findings.append(_rope_finding(exc))
             continue
@@ -72,19 +73,36 @@ def _put(config: dict[str, Any], key: str, value: Any) -> None:
     config[last] = value
 
 
-def _rope(source: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _rope(
+    source: Mapping[str, Any], values: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
     return write_rope(source.get("transformer_layer_config") or {})
 
 
-def _dtype(source: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def _dtype(
+    source: Mapping[str, Any], values: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
     # transformers < 4.56 knows torch_dtype only, SGLang >= 0.5.4.post1 reads dtype;
     # without either SGLang computes in float16.
     return {"dtype": dtype, "torch_dtype": dtype}
 
 
-_FUNCTIONS: dict[str, Callable[[Mapping[str, Any], str], dict[str, Any]]] = {
+def _target(
+    source: Mapping[str, Any], values: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    # The MTP classes are built from the whole configuration of the target. Its
+    # quantisation is not that of the draft's tensors.
+    target = copy.deepcopy(dict(values["target_config"]))
+    for config in (target, target.get("text_config") or {}):
+        config.pop("quantization_config", None)
+    return target
+
+
+_Function = Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]]
+_FUNCTIONS: dict[str, _Function] = {
     "rope": _rope,
     "dtype": _dtype,
+    "target": _target,
 }
 
 
@@ -139,7 +157,7 @@ def _before(
     places = [name, f"transformer_layer_config.{name}"]
     if rule is not None and rule.copy_ is not None:
         places.insert(0, rule.copy_)
-    if rule is not None and rule.expr == "layer_ids":
+    if rule is not None and rule.expr == "layer_ids" and template.capture is not None:
         places.insert(0, template.capture.ids)
     found = (dig(source, place) for place in places)
     return next((value for value in found if value is not None), None)

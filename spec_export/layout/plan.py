@@ -31,6 +31,8 @@ from spec_export.layout.variables import dig, read_variables
 
 PluginChoice = Literal["auto", "never", "always"]
 _FAMILY_HINTS = {
+    "mtp": "train --speculator-type eagle3 or dflash for this target instead: SGLang "
+    "has MTP classes for qwen3_next, qwen3_5_text and qwen3_5_moe_text",
     "peagle": "train --speculator-type eagle3 or dflash instead",
     "xpress": "train --speculator-type dflash or dspark instead",
 }
@@ -74,8 +76,10 @@ def make_plan(
     """
     kind = config.get("speculators_model_type")
     found = templates(kind) if isinstance(kind, str) else ()
+    layers = dig(config, "transformer_layer_config.model_type")
+    found = tuple(t for t in found if layers in (t.serves.layers or [layers]))
     if not found:
-        return _no_family(kind)
+        return _no_family(kind, layers if kind in families() else None)
     stock = [t for t in found if not t.serves.plugin]
     plugged = [t for t in found if t.serves.plugin]
     allow = tuple(allow)
@@ -140,15 +144,16 @@ def _reasons(plan: Plan) -> set[str]:
     return {f.code for f in plan.findings if f.severity is Severity.ERROR}
 
 
-def _no_family(kind: Any) -> Plan:
+def _no_family(kind: Any, layers: Any = None) -> Plan:
+    """The plan of a draft that nothing serves: only a finding with what to train."""
     hint = _FAMILY_HINTS.get(str(kind), f"known families: {', '.join(families())}")
+    what = f"is {kind!r}" + ("" if layers is None else f" with {layers} layers")
     plan = Plan(template="", architecture="", algorithm="")
     plan.findings.append(
         error(
             "family-unsupported",
             "speculators_model_type",
-            f"is {kind!r}; no SGLang class serves it (every release up to "
-            f"{newest_known()})",
+            f"{what}; no SGLang class serves it (every release up to {newest_known()})",
             hint,
         )
     )
@@ -222,6 +227,7 @@ def _unreadable(template: Template, values: Mapping[str, Any]) -> bool:
         for expr in [parameter.exists, *parameter.each.values(), *parameter.shape]:
             needed |= names(expr) - set(parameter.each)
     for config in template.config:
+        needed |= names(config.when)
         if config.expr is not None:
             needed |= names(config.expr)
     return bool(needed - set(values))
@@ -236,6 +242,10 @@ def _capture(
     plan: Plan,
     demands: list[tuple[str, str]],
 ) -> None:
+    values["target_config"] = {} if target is None else target.config
+    if template.capture is None:
+        values["layer_ids"], values["default_layer_ids"] = [], True
+        return
     key = template.capture.ids
     ids = dig(config, key)
     values["layer_ids"], values["default_layer_ids"] = [], True

@@ -165,7 +165,7 @@ class ConfigRule(_Strict):
     value: Any = None
     expr: Expr | None = None
     copy_: str | None = Field(default=None, alias="copy")
-    function: Literal["rope", "dtype"] | None = None
+    function: Literal["rope", "dtype", "target"] | None = None
     when: Expr = True
     rule: str | None = None
 
@@ -278,12 +278,17 @@ class Loader(_Strict):
 
 
 class Serves(_Strict):
-    """The SGLang side: class, algorithm and since when."""
+    """The SGLang side: class, algorithm and since when.
+
+    ``layers`` are the decoder types that the class takes, where they decide between
+    classes.
+    """
 
     architecture: str
     algorithm: str
     since: str
     plugin: bool = False
+    layers: list[str] | None = None
     launch: list[str]
 
 
@@ -295,7 +300,7 @@ class Template(_Strict):
     serves: Serves
     variables: dict[str, Variable]
     names: dict[str, list[NameChoice]] = Field(default_factory=dict)
-    capture: Capture
+    capture: Capture | None = None
     tensors: list[TensorRule]
     derived: list[Derived] = Field(default_factory=list)
     parameters: list[Parameter]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
+from torch import nn
 
-from spec_export.artifact.publish import point_link, retain, step_name
+from spec_export.artifact.publish import point_link, settle, step_name
 from spec_export.artifact.resolve import resolve_target
+from spec_export.artifact.roles import Known
+from spec_export.artifact.runs import state_path
 from spec_export.artifact.target import Target
 from spec_export.export import (
     ExportOptions,
@@ -22,8 +25,10 @@ from spec_export.export import (
     export_source,
     plan_source,
 )
-from spec_export.findings import Finding, Severity, SpecExportError, has_errors
-from spec_export.training.compare import live_judge
+from spec_export.findings import Finding, Severity, SpecExportError, error, has_errors
+from spec_export.training.background import Worker
+from spec_export.training.buffer import HostBuffer
+from spec_export.training.compare import empty_draft, live_judge
 from spec_export.training.hook import (
     INTERRUPTIONS,
     TrainingCallback,
@@ -31,42 +36,57 @@ from spec_export.training.hook import (
     fan_out,
     hook_trainer,
 )
+from spec_export.training.problems import Problems, as_findings, as_state
+from spec_export.training.ranks import agreed, on_rank0
 from spec_export.training.recipe import EverySteps, check_output_dir, parse_init_args
 from spec_export.training.snapshot import (
-    STATE_FILE,
     RunMemory,
     Snapshot,
     make_record,
     saved_values,
     take_snapshot,
+    training_id,
 )
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # Saves of the trainer that `every: checkpoint` follows.
 _SAVES = frozenset({"epoch", "mid-epoch", "best", "interrupted"})
+# Far below the timeout of a process group (10 minutes for NCCL): other ranks wait.
+FLUSH_SECONDS = 300.0
+# speculators ends the process 120 s after a signal, its own save included.
+INTERRUPTED_SECONDS = 60.0
 
 
 @dataclass
 class _Run:
-    """What the exporter knows once training has started."""
+    """What the exporter knows once training has started.
+
+    ``folders``, ``memory.failed`` and ``known`` are the worker's.
+    """
 
     memory: RunMemory | None
     target: Target | None
     first_step: int
+    state_file: Path
+    skeleton: nn.Module | None = None
     exported_step: int | None = None
     best_step: int = -1  # NaN is never the best
     folders: dict[int, Path] = field(default_factory=dict)
+    buffer: HostBuffer = field(default_factory=HostBuffer)
+    known: Known = field(default_factory=Known)
+    deadline: float | None = None  # of an interrupted training
 
 
 class SGLangExport:
     """Exports the draft while it trains; arguments as in design.md 3.
 
+    A snapshot of the weights is taken in the training's own thread; hashing, checking,
+    writing and comparing with it happen in another one.
+
     Attributes:
         config: The validated arguments.
         results: The exports so far, of rank 0.
-        errors: What went wrong while training went on (``on_error: warn``).
         findings: What the plan said before the first step.
         recipe: What the trainer was asked for, for the manifest, in the form of
             speculators' ``run.yaml``; ``launch`` sets it.
@@ -76,11 +96,18 @@ class SGLangExport:
     def __init__(self, **init_args: Any) -> None:
         self.config = parse_init_args(init_args)
         self.results: list[ExportResult] = []
-        self.errors: list[Exception] = []
         self.findings: list[Finding] = []
         self.recipe: dict[str, Any] | None = None
         self.recipe_digest: str | None = None
         self._run: _Run | None = None
+        self._worker = Worker()
+        self._problems = Problems()
+        self._given_up = False
+
+    @property
+    def errors(self) -> list[Exception]:
+        """What went wrong so far."""
+        return self._problems.all
 
     def on_event(self, event: TrainingEvent) -> None:
         """Plan before the first step, then export when it is time.
@@ -95,25 +122,40 @@ class SGLangExport:
         if event.reason == "start":
             self._start(event)
             return
+        run = self._run
+        assert run is not None
         if event.reason == "best" and _is_finite(event):
-            assert self._run is not None
-            self._run.best_step = event.global_step
+            run.best_step = event.global_step
+        if event.reason == "interrupted":
+            run.deadline = time.monotonic() + INTERRUPTED_SECONDS
         if self._is_due(event):
             self._export(event)
-        self._attempt(event, self._link_best)
+        if event.reason == "best" and run.memory is not None:
+            self._worker.submit(lambda: self._guarded(event, self._link_best))
+        if event.reason == "interrupted" or (
+            event.reason == "end" and not event.interrupted
+        ):
+            self._attempt(event, lambda: on_rank0(self._flush))
+
+    def close(self) -> None:
+        """Let an export finish that a training left unfinished when it failed."""
+        if not self._given_up and not self._worker.wait(FLUSH_SECONDS):
+            logger.error("[spec-export] an export was not finished in time")
 
     def _start(self, event: TrainingEvent) -> None:
-        check_output_dir(self.config.output_dir, Path(event.trainer.checkpointer.path))
+        checkpoints = Path(event.trainer.checkpointer.path)
+        check_output_dir(self.config.output_dir, checkpoints)
         values = saved_values(event.trainer.model)
         self._run = on_rank0(lambda: self._plan(event, values))
         if self._run is None:  # another rank plans; this one only takes part
-            self._run = _Run(None, None, event.global_step)
+            self._run = _Run(None, None, event.global_step, self.config.output_dir)
 
     def _plan(self, event: TrainingEvent, values: dict[str, Any]) -> _Run:
         """Refuse a draft that cannot be served, before anything is trained."""
-        state_file = self.config.output_dir / STATE_FILE
+        state_file = state_path(self.config.output_dir, training_id(event.trainer))
         memory = RunMemory.begin(event.trainer, values, state_file)
-        snapshot = self._snapshot(event, values, memory)
+        record = make_record(event, memory, values, self.recipe, self.recipe_digest)
+        snapshot = take_snapshot(event, values, record, self.config.dtype)
         name = _target_name(snapshot.config)
         target, findings = resolve_target(name, None)
         plan = plan_source(snapshot, target, self._options())
@@ -123,8 +165,11 @@ class SGLangExport:
         for one in self.findings:
             if one.severity is Severity.WARNING:
                 logger.warning("[spec-export] %s: %s", one.subject, one.message)
-        memory.save(state_file, event.trainer)
-        return _Run(memory, target, event.global_step)
+        memory.save(state_file)
+        run = _Run(memory, target, event.global_step, state_file)
+        if self.config.compare.on == "checkpoint":
+            run.skeleton = empty_draft(snapshot.config)
+        return run
 
     def _is_due(self, event: TrainingEvent) -> bool:
         assert self._run is not None
@@ -144,14 +189,100 @@ class SGLangExport:
 
     def _export(self, event: TrainingEvent) -> None:
         """Snapshot on all ranks, write on rank 0, agree on the outcome."""
-        assert self._run is not None
-        self._run.exported_step = event.global_step
-        values = saved_values(event.trainer.model)
+        run = self._run
+        assert run is not None
+        run.exported_step = event.global_step
         try:
-            self._attempt(event, lambda: on_rank0(lambda: self._write(event, values)))
+            self._attempt(event, lambda: self._begin(event))
         except INTERRUPTIONS:
-            self._run.exported_step = None  # the interrupted save exports it
+            if not self._worker.busy:
+                run.exported_step = None  # the interrupted save exports it
             raise
+
+    def _begin(self, event: TrainingEvent) -> None:
+        run = self._run
+        assert run is not None
+        if not agreed(lambda: self._has_room(event)):
+            run.exported_step = None
+            return
+        values = saved_values(event.trainer.model, event.gathered)
+        on_rank0(lambda: self._hand_over(event, values))
+
+    def _has_room(self, event: TrainingEvent) -> bool:
+        """Whether the export can begin; at most one is being written.
+
+        Raises:
+            Exception: That of an earlier export under ``on_error: raise``.
+        """
+        run = self._run
+        assert run is not None
+        self._raise_earlier()
+        if not self._worker.busy:
+            return True
+        last = event.reason in ("interrupted", "end")
+        steps = isinstance(self.config.every, EverySteps)
+        policy = self.config.when_busy or ("skip" if steps else "wait")
+        if policy == "skip" and not last:
+            why = "it was skipped: the one before it was still being written"
+            skipped = error("export-error", step_name(event.global_step), why)
+            self._problems.note(event.global_step, skipped.message)
+            logger.warning("[spec-export] step %d: %s", event.global_step, why)
+            return False
+        if not self._worker.wait(self._seconds()):
+            raise self._late()
+        self._raise_earlier()
+        return True
+
+    def _seconds(self) -> float:
+        """How long the training may be held up by a wait."""
+        assert self._run is not None
+        if self._run.deadline is None:
+            return FLUSH_SECONDS
+        return max(0.0, self._run.deadline - time.monotonic())
+
+    def _hand_over(self, event: TrainingEvent, values: dict[str, Any]) -> None:
+        """The part of an export that holds the training up."""
+        run = self._run
+        assert run is not None and run.memory is not None
+        known = len(run.memory.moved)
+        record = make_record(event, run.memory, values, self.recipe, self.recipe_digest)
+        snapshot = take_snapshot(event, values, record, self.config.dtype, run.buffer)
+        judge = None
+        if self.config.compare.on == "checkpoint" and event.reason != "interrupted":
+            judge = live_judge(
+                event.trainer.model,
+                run.skeleton,
+                snapshot,
+                run.target,
+                self.config,
+                lambda: run.deadline is not None,
+            )
+        news = len(run.memory.moved) > known
+
+        def write() -> None:
+            self._guarded(event, lambda: self._write(event, snapshot, judge, news))
+
+        self._worker.submit(write)
+        if not self.config.background and event.reason != "interrupted":
+            self._worker.wait()
+            self._raise_earlier()
+
+    def _flush(self) -> None:
+        """Wait for what is being written, within bounds."""
+        if not self._worker.wait(self._seconds()):
+            raise self._late()
+        self._raise_earlier()
+
+    def _late(self) -> SpecExportError:
+        self._given_up = True
+        why = "an export was still being written when the time for it was up"
+        hint = "what it left is swept by the next export; finalize the checkpoint"
+        return SpecExportError([error("export-error", "export", why, hint)])
+
+    def _raise_earlier(self) -> None:
+        problem = self._problems.unraised()
+        if problem is not None and self.config.on_error == "raise":
+            raise problem
 
     def _attempt(self, event: TrainingEvent, act: Callable[[], object]) -> None:
         """Do something whose failure ends the training only if that was asked for."""
@@ -160,57 +291,84 @@ class SGLangExport:
         except INTERRUPTIONS:
             raise
         except Exception as problem:
-            self.errors.append(problem)
+            if self._problems.add(problem):
+                self._failed(event, problem)
             if self.config.on_error == "raise":
                 raise
-            logger.error(
-                "[spec-export] the export of step %d failed and training goes on: %s",
-                event.global_step,
-                problem,
-                exc_info=not isinstance(problem, SpecExportError),
-            )
 
-    def _write(self, event: TrainingEvent, values: dict[str, Any]) -> None:
+    def _guarded(self, event: TrainingEvent, act: Callable[[], object]) -> None:
+        """The same in the worker: the training learns of it at its next export."""
+        try:
+            act()
+        except Exception as problem:
+            self._problems.add(problem, unraised=True)
+            self._failed(event, problem)
+
+    def _failed(self, event: TrainingEvent, problem: Exception) -> None:
+        """Say it in the log, for the next manifest and for ``finalize``."""
+        self._problems.note(event.global_step, f"{type(problem).__name__}: {problem}")
+        logger.error(
+            "[spec-export] the export of step %d failed and training goes on: %s",
+            event.global_step,
+            problem,
+            exc_info=not isinstance(problem, SpecExportError),
+        )
+        run = self._run
+        if run is None or run.memory is None:
+            return
+        with contextlib.suppress(SpecExportError, OSError):  # the disk may be full
+            self._remember(run, run.memory)
+
+    def _remember(self, run: _Run, memory: RunMemory) -> None:
+        """Keep in the state file what failed and was not made good."""
+        failed = as_state(self._problems.open(run.best_step), run.best_step)
+        if failed != memory.failed:
+            memory.failed = failed
+            memory.save(run.state_file)
+
+    def _write(
+        self, event: TrainingEvent, snapshot: Snapshot, judge: Judge | None, news: bool
+    ) -> None:
+        """Everything that need not hold the training up."""
         run = self._run
         assert run is not None and run.memory is not None
-        known = len(run.memory.moved)
-        snapshot = self._snapshot(event, values, run.memory)
-        if len(run.memory.moved) > known:
-            run.memory.save(self.config.output_dir / STATE_FILE, event.trainer)
+        if news:
+            run.memory.save(run.state_file)
+        run.known.start(snapshot.versions)
+        output_dir, step = self.config.output_dir, event.global_step
+        told = [n for n in self._problems.open(run.best_step) if n.step != step]
         result = write_export(
             snapshot,
             run.target,
             self._options(),
-            self.config.output_dir / step_name(event.global_step),
-            self._judge(event, snapshot, run.target),
+            output_dir / step_name(step),
+            judge,
+            as_findings(told),
+            run.known,
         )
         self.results.append(result)
         if result.status == "failed":
             raise SpecExportError(result.findings)
-        run.folders[event.global_step] = result.folder
-        point_link(self.config.output_dir / "latest", result.folder.name)
-        retain(self.config.output_dir, self.config.keep_last, run.memory.run_id)
-        logger.info("[spec-export] exported step %d", event.global_step)
-
-    def _snapshot(
-        self, event: TrainingEvent, values: dict[str, Any], memory: RunMemory
-    ) -> Snapshot:
-        record = make_record(event, memory, values, self.recipe, self.recipe_digest)
-        return take_snapshot(event, values, record, self.config.dtype)
-
-    def _judge(
-        self, event: TrainingEvent, snapshot: Snapshot, target: Target | None
-    ) -> Judge | None:
-        if self.config.compare.on != "checkpoint":
-            return None
-        return live_judge(event.trainer.model, snapshot, target, self.config)
+        run.folders[step] = result.folder
+        settle(
+            output_dir,
+            result.folder,
+            best=run.folders.get(run.best_step),
+            keep_last=self.config.keep_last,
+            run_id=run.memory.run_id,
+        )
+        self._problems.made_good(told, step)
+        self._remember(run, run.memory)
+        logger.info("[spec-export] exported step %d", step)
 
     def _link_best(self) -> None:
         """Let ``best`` name the export of the best weights, once there is one."""
-        assert self._run is not None
-        folder = self._run.folders.get(self._run.best_step)
+        run = self._run
+        assert run is not None and run.memory is not None
+        folder = run.folders.get(run.best_step)
         if folder is not None:
             point_link(self.config.output_dir / "best", folder.name)
+        self._remember(run, run.memory)  # what failed may be the best now, or not
 
     def _options(self) -> ExportOptions:
         return ExportOptions(
@@ -228,6 +386,8 @@ def write_export(
     options: ExportOptions,
     destination: Path,
     judge: Judge | None,
+    before: Sequence[Finding] = (),
+    known: Known | None = None,
 ) -> ExportResult:
     """Write a snapshot through the pipeline that ``finalize`` uses too.
 
@@ -237,9 +397,18 @@ def write_export(
         options: The user's choices.
         destination: ``<output_dir>/step-<8 digits>``.
         judge: Compares what was written with the live module.
+        before: Findings to record: what went wrong since the last export.
+        known: What earlier exports saw of frozen tensors.
     """
     return export_source(
-        snapshot, target, options, destination, judge=judge, place="step"
+        snapshot,
+        target,
+        options,
+        destination,
+        judge=judge,
+        place="step",
+        before=before,
+        known=known,
     )
 
 
@@ -264,49 +433,15 @@ def attach(trainer: Any, *callbacks: TrainingCallback) -> Iterator[Any]:
         yield trainer
     finally:
         handle.remove()
+        close_all(callbacks)
 
 
-def on_rank0(act: Callable[[], T]) -> T | None:
-    """Run something on rank 0 and let every rank learn if it failed.
-
-    Without this an error on rank 0 would leave the others in a barrier.
-
-    Returns:
-        What ``act`` returned on rank 0; None on the others.
-
-    Raises:
-        Exception: That of rank 0; on the others a copy of it.
-    """
-    if not (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    ):
-        return act()
-    result: T | None = None
-    problem: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = act()
-        except INTERRUPTIONS:
-            raise
-        except Exception as caught:
-            problem = caught
-    told = [_portable(problem)]
-    dist.broadcast_object_list(told, src=0)
-    if problem is not None:
-        raise problem
-    if told[0] is not None:
-        findings, exit_code, text = told[0]
-        raise (SpecExportError(findings, exit_code) if findings else RuntimeError(text))
-    return result
-
-
-def _portable(problem: Exception | None) -> tuple[list[Finding], int, str] | None:
-    """An error as plain data: not every exception survives pickling."""
-    if problem is None:
-        return None
-    if isinstance(problem, SpecExportError):
-        return problem.findings, problem.exit_code, str(problem)
-    return [], 1, f"rank 0: {type(problem).__name__}: {problem}"
+def close_all(callbacks: Sequence[TrainingCallback]) -> None:
+    """Let callbacks that have a ``close`` finish what they are doing."""
+    for callback in callbacks:
+        close = getattr(callback, "close", None)
+        if close is not None:
+            close()
 
 
 def _is_finite(event: TrainingEvent) -> bool:

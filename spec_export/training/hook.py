@@ -14,9 +14,11 @@ that they are the best so far; with ``--save-best`` it is the only one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -65,6 +67,9 @@ class TrainingEvent:
         metrics: Validation metrics of these weights; None where the trainer has
             not validated them.
         interrupted: At ``end``: whether a signal ended the training.
+        gathered: At the save of a sharded model the full tensors that the trainer
+            gathered for it, on rank 0 (the other ranks have an empty mapping);
+            None where it gathered nothing.
     """
 
     reason: Reason
@@ -75,6 +80,7 @@ class TrainingEvent:
     path: Path | None = None
     metrics: dict[str, float] | None = None
     interrupted: bool = False
+    gathered: Mapping[str, Any] | None = None
 
 
 class TrainingCallback(Protocol):
@@ -96,6 +102,7 @@ class _State:
     saved: bool = False
     became_best: bool = False
     interrupted: bool = False
+    gathered: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -216,13 +223,18 @@ class _Hook:
             "epoch": self.state.epoch,
             "local_step": 0,
             "global_step": self.trainer.global_step,
+            # A whole model in float32: held no longer than until its own event.
+            "gathered": self.state.gathered,
             **facts,
         }
+        self.state.gathered = None
         self.on_event(TrainingEvent(reason, self.trainer, **facts))
 
     def _around_write(self, write: Any) -> Any:
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            result = write(*args, **kwargs)
+            with _gathering(self.trainer.checkpointer) as gathered:
+                result = write(*args, **kwargs)
+            self.state.gathered = gathered[0] if gathered else None
             self.state.saved = True
             return result
 
@@ -240,7 +252,7 @@ class _Hook:
         def maybe_save_checkpoint(
             epoch: int | str, local_step: int = 0, *args: Any, **kwargs: Any
         ) -> Any:
-            self.state.saved = False
+            self.state.saved, self.state.gathered = False, None
             result = save(epoch, local_step, *args, **kwargs)
             if not isinstance(epoch, int):
                 self.state.interrupted = True
@@ -304,6 +316,28 @@ class _Hook:
             return result
 
         return run_training
+
+
+@contextlib.contextmanager
+def _gathering(checkpointer: Any) -> Iterator[list[Mapping[str, Any]]]:
+    """Keep what a checkpointer gathers of a sharded model while it saves."""
+    module = sys.modules[type(checkpointer).__module__]
+    gather = getattr(module, "get_model_state_dict", None)
+    gathered: list[Mapping[str, Any]] = []
+    if gather is None:
+        yield gathered
+        return
+
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        state = gather(*args, **kwargs)
+        gathered.append(state)
+        return state
+
+    vars(module)["get_model_state_dict"] = keep
+    try:
+        yield gathered
+    finally:
+        vars(module)["get_model_state_dict"] = gather
 
 
 def _takes_step_callback(owner: Any) -> bool:

@@ -90,6 +90,9 @@ class CallbackConfig(_Strict):
         allow: Deviation codes that are accepted by name.
         on_error: Whether a failed export ends the training.
         background: Whether writing may go on while training does.
+        when_busy: What to do when an export is due and the one before it is still
+            being written: ``skip`` it and say so, or ``wait``. None skips one of
+            ``every: {steps: N}`` and waits with those of a save.
     """
 
     output_dir: Path
@@ -103,6 +106,7 @@ class CallbackConfig(_Strict):
     allow: tuple[str, ...] = ()
     on_error: Literal["warn", "raise"] = "warn"
     background: bool = True
+    when_busy: Literal["skip", "wait"] | None = None
 
     @field_validator("max_shard_size")
     @classmethod

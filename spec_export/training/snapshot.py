@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from spec_export.artifact.disk import replace_file
 from spec_export.artifact.source import TrainingRecord, unwrapped
 from spec_export.layout.tensors import TensorInfo
+from spec_export.training.buffer import HostBuffer
 from spec_export.training.draft_config import checkpoint_config
 from spec_export.training.hook import TrainingEvent
 
-STATE_FILE = ".spec_export_run.json"
 PACKAGES = ("spec-export", "speculators", "torch", "transformers", "safetensors")
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -54,12 +55,14 @@ _NAMES = {
 class Snapshot:
     """A ``Source`` whose tensors are those of the live module.
 
-    Values are rounded when they are read, so a snapshot costs no memory and holds
-    until the next optimizer step.
+    Values are rounded when they are read. Of live tensors it holds until the next
+    optimizer step, of copies (``HostBuffer``) until the next ones are made.
 
     Attributes:
         config, tensors, record, label: As in ``artifact.source.Source``; dtypes
             are those after rounding.
+        versions: For each copy a number that is the same as in the last snapshot
+            if its bytes are.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class Snapshot:
         dtype: torch.dtype,
         config: dict[str, Any],
         record: TrainingRecord,
+        versions: Mapping[str, int] | None = None,
     ) -> None:
         self.config = config
+        self.versions = dict(versions or {})
         self.record = record
         self.label = f"training at step {record.global_step}"
         self._values = values
@@ -105,16 +110,25 @@ def raw_module(model: Any) -> Any:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def saved_values(model: Any) -> dict[str, torch.Tensor]:
+def saved_values(
+    model: Any, gathered: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors that speculators writes to a checkpoint, by its names.
 
     A collective for a sharded model: every rank has to call it, and only rank 0
     gets the tensors.
+
+    Args:
+        model: The trainer's.
+        gathered: What the trainer gathered for a save of the same weights, which
+            makes a second collective unnecessary.
     """
     module = raw_module(model)
-    if isinstance(module, FSDPModule):
+    if gathered is not None:
+        state: Any = gathered
+    elif isinstance(module, FSDPModule):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state: Any = get_model_state_dict(model, options=options)
+        state = get_model_state_dict(model, options=options)
     else:
         state = module.state_dict()
     left_out = set(module._keys_to_ignore_on_save or ())
@@ -131,16 +145,21 @@ class RunMemory:
 
     Attributes:
         run_id: Identifies the run.
+        training: Identifies the training, over its resumes.
         first: SHA-256 of each tensor at the first step, rounded as a checkpoint
             rounds it: the only form that survives a resume.
         moved: Tensors that were seen to differ from the first step.
         complete: Whether the first step of the run was seen at all.
+        failed: ``step``, ``message`` and ``best`` of each export that failed and
+            that no later one has made good.
     """
 
     run_id: str
+    training: str
     first: dict[str, str] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
     complete: bool = True
+    failed: list[dict[str, Any]] = field(default_factory=list)
     _live: dict[str, str] = field(default_factory=dict)
     _versions: dict[str, int] = field(default_factory=dict)
 
@@ -153,15 +172,16 @@ class RunMemory:
         Args:
             trainer: The trainer, after it has loaded what it resumes from.
             values: ``saved_values`` of its model.
-            file: The state file; read if the trainer resumes this very run.
+            file: The state file, one for each training; read if the trainer resumes this very run.
         """
         resumes = bool(
             trainer.resume_from_checkpoint and trainer.checkpointer.previous_epoch != -1
         )
-        memory = cls._reload(file, _training_id(trainer)) if resumes else None
+        training = training_id(trainer)
+        memory = cls._reload(file, training) if resumes else None
         rounded = {n: digest(_rounded(value)) for n, value in values.items()}
         if memory is None:
-            memory = cls(uuid.uuid4().hex, rounded, complete=not resumes)
+            memory = cls(uuid.uuid4().hex, training, rounded, complete=not resumes)
         else:
             memory.moved |= {n for n, d in rounded.items() if memory.first.get(n) != d}
         parameters = live_parameters(trainer.model)
@@ -182,26 +202,24 @@ class RunMemory:
                 return None
             return cls(
                 str(state["run_id"]),
+                training,
                 dict(state["first"]),
                 set(state["moved"]),
                 bool(state["complete"]),
+                list(state["failed"]),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None  # as if this run had been started without us
 
-    def save(self, file: Path, trainer: Any) -> None:
-        """Write the state file, in one step.
-
-        Args:
-            file: Where to.
-            trainer: The one that ``begin`` got.
-        """
+    def save(self, file: Path) -> None:
+        """Write the state file, in one step."""
         state = {
-            "training": _training_id(trainer),
+            "training": self.training,
             "run_id": self.run_id,
             "complete": self.complete,
             "first": self.first,
             "moved": sorted(self.moved),
+            "failed": self.failed,
         }
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(state, indent=1).encode())
@@ -249,7 +267,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
     return value.to(CHECKPOINT_DTYPE) if value.is_floating_point() else value
 
 
-def _training_id(trainer: Any) -> str:
+def training_id(trainer: Any) -> str:
     """Tells two trainings apart that write to one output_dir; holds no path."""
     return hashlib.sha256(
         str(Path(trainer.checkpointer.path).resolve()).encode()
@@ -290,7 +308,7 @@ def make_record(
         metrics=finite(event.metrics or {}),
         recipe=recipe,
         recipe_digest=recipe_digest,
-        packages=packages,
+        packages=dict(packages),
         requires_grad={n: p.requires_grad for n, p in named.items()},
         in_optimizer={n: id(p) in optimized for n, p in named.items()},
         changed=memory.look(trainer, values),
@@ -302,6 +320,7 @@ def take_snapshot(
     values: Mapping[str, torch.Tensor],
     record: TrainingRecord,
     dtype: str | None = None,
+    buffer: HostBuffer | None = None,
 ) -> Snapshot:
     """Put the live draft together as a source.
 
@@ -310,13 +329,20 @@ def take_snapshot(
         values: ``saved_values`` of the model.
         record: ``make_record`` of the same event.
         dtype: Float format to round to; None is bfloat16.
+        buffer: Where to copy the tensors, so that training may go on; None leaves
+            them where they are.
     """
     name = dtype or "bfloat16"
-    config = checkpoint_config(raw_module(event.trainer.model).config, name)
-    return Snapshot(values, DTYPES[name], config, record)
+    model = event.trainer.model
+    config = checkpoint_config(raw_module(model).config, name)
+    if buffer is None:
+        return Snapshot(values, DTYPES[name], config, record)
+    copies, versions = buffer.fill(values, DTYPES[name], live_parameters(model))
+    return Snapshot(copies, DTYPES[name], config, record, versions)
 
 
-def installed(names: Iterable[str]) -> dict[str, str]:
+@functools.cache
+def installed(names: tuple[str, ...]) -> dict[str, str]:
     """Versions of those packages that are installed."""
     found = {}
     for name in names:

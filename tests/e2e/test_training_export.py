@@ -22,11 +22,10 @@ from speculators.train.config import TrainConfig
 from spec_export.findings import SpecExportError, error
 from spec_export.judge import Leg
 from spec_export.training import callback as callback_module
-from spec_export.training import launch
+from spec_export.training import launch, ranks
 from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime
 from spec_export.training.hook import TrainingEvent
-from spec_export.training.snapshot import STATE_FILE
 from tests.helpers.tiny import REPOSITORY, Tiny, run_training
 
 NEVER = {"on": "never"}
@@ -173,7 +172,7 @@ def test_save_best_leaves_the_exports_alone(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_every_n_steps(tiny: Tiny, tmp_path: Path) -> None:
-    exports = exporter(tmp_path, every={"steps": 2}, keep_last=2)
+    exports = exporter(tmp_path, every={"steps": 2}, keep_last=2, when_busy="wait")
     run_training(tiny.flags(tmp_path / "run", "--max-steps", "5"), exports)
     # 2, 4, and the end; the oldest of them is not kept.
     assert [r.manifest.training.global_step for r in exports.results] == [2, 4, 5]
@@ -218,20 +217,21 @@ def test_an_interrupted_training_exports_what_it_has(
 def test_a_signal_within_an_export_still_interrupts(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = callback_module.write_export
+    """In the snapshot, so that the interrupted save has to take another one."""
+    take = callback_module.take_snapshot
     calls = []
 
-    def signalled(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 1:
+    def signalled(event: TrainingEvent, *args: Any) -> Any:
+        calls.append(event.reason)
+        if calls == ["start", "step"]:
             os.kill(os.getpid(), signal.SIGTERM)
-        return write(*args)
+        return take(event, *args)
 
-    monkeypatch.setattr(callback_module, "write_export", signalled)
+    monkeypatch.setattr(callback_module, "take_snapshot", signalled)
     exports = exporter(tmp_path, every={"steps": 2})
     run_training(tiny.flags(tmp_path / "run"), exports)
-    assert names(tmp_path) == ["step-00000002"]  # by the interrupted save
-    assert len(calls) == 2
+    assert names(tmp_path) == ["step-00000002"]
+    assert calls == ["start", "step", "interrupted"]
     assert exports.errors == []
 
 
@@ -262,7 +262,8 @@ def test_on_error_raise_ends_it(
 def test_roles_survive_a_resume(tiny: Tiny, tmp_path: Path) -> None:
     first = exporter(tmp_path)
     run_training(tiny.flags(tmp_path / "run", "--max-steps", "2"), first)
-    state = json.loads((tmp_path / "exports" / STATE_FILE).read_text())
+    (file,) = (tmp_path / "exports").glob(".spec_export_run-*.json")
+    state = json.loads(file.read_text())
     assert "fc.weight" in state["moved"]
     assert "lm_head.weight" not in state["moved"]
 
@@ -369,7 +370,9 @@ def test_exports_and_comparisons_change_nothing_in_the_training(
 ) -> None:
     modes: list[bool] = []
     watch = Calls(lambda event: modes.append(event.trainer.model.training))
-    exports = exporter(tmp_path, every={"steps": 1}, compare={"positions": 32})
+    exports = exporter(
+        tmp_path, every={"steps": 1}, compare={"positions": 32}, when_busy="wait"
+    )
     flags = ("--max-steps", "3")
     run_training(tiny.flags(tmp_path / "run", *flags), exports, watch)
     run_training(tiny.flags(tmp_path / "plain", *flags))
@@ -489,9 +492,9 @@ def test_every_rank_learns_what_happened_on_rank_0(
     mail: list[Any] = []
     outcomes = []
     for rank, function in enumerate((act, must_not_act)):
-        monkeypatch.setattr(callback_module, "dist", TwoRanks(rank, mail))
+        monkeypatch.setattr(ranks, "dist", TwoRanks(rank, mail))
         try:
-            outcomes.append(callback_module.on_rank0(function))
+            outcomes.append(ranks.on_rank0(function))
         except Exception as caught:
             outcomes.append(caught)
     first, second = outcomes

@@ -14,13 +14,15 @@ import torch
 
 from spec_export.artifact.source import TrainingRecord
 from spec_export.training.snapshot import (
-    STATE_FILE,
     RunMemory,
     Snapshot,
     digest,
     finite,
     saved_values,
 )
+
+
+STATE_FILE = "state.json"
 
 
 class Draft(torch.nn.Module):
@@ -47,7 +49,7 @@ def trainer(tmp_path: Path) -> Iterator[Any]:
 def begin(trainer: Any, tmp_path: Path) -> RunMemory:
     file = tmp_path / STATE_FILE
     memory = RunMemory.begin(trainer, saved_values(trainer.model), file)
-    memory.save(file, trainer)
+    memory.save(file)
     return memory
 
 

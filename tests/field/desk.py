@@ -138,10 +138,11 @@ class Desk:
 
     def run(self, command: str, *arguments: Any) -> Answer:
         """Run one command with ``--json``."""
-        stdout, argv = io.StringIO(), [command, *map(str, arguments), "--json"]
-        with contextlib.redirect_stdout(stdout):
+        content, argv = io.BytesIO(), [command, *map(str, arguments), "--json"]
+        with contextlib.redirect_stdout(io.TextIOWrapper(content, "utf-8")) as stdout:
             code = cli.run(argv)
-        data = json.loads(stdout.getvalue())
+            stdout.flush()
+        data = json.loads(content.getvalue())
         assert data["command"] == command
         assert data["ok"] is (code == 0)
         return Answer(code, data)

@@ -28,7 +28,7 @@ from tests.field.desk import Answer, Desk
 from tests.field.test_cases import NO, shards, write_index
 from tests.helpers.field import draft_config, draft_tensors, write_draft
 
-EXAMPLES = int(os.environ.get("SPEC_EXPORT_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("SPEC_EXPORT_EXAMPLES", "20"))
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 INDEX, MANIFEST = "model.safetensors.index.json", "spec_export_manifest.json"
 SECRET = "secret.safetensors"

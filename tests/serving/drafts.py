@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from speculators.losses import resolve_loss_config
@@ -50,6 +50,7 @@ class Variant:
     norm_output: bool
     fc: str  # none | fc_norm | norm_before_fc
     vocab: int
+    until: ClassVar[float] = WEAK  # accept length at which its training ends
 
     @property
     def name(self) -> str:
@@ -157,17 +158,21 @@ def new_draft(
         draft_attn_impl="eager",
         **variant.more_flags(),
     )
+    fixed = ["q_norm.weight", "k_norm.weight"]  # spread_norms() cannot move them
+    if draft.config.norm_before_residual:
+        fixed.append("hidden_norm.weight")
     for name, parameter in draft.named_parameters():
-        # Those that spread_norms() cannot move later.
-        if name == "norm.weight" or name.endswith(("q_norm.weight", "k_norm.weight")):
+        if name == "norm.weight" or name.endswith(tuple(fixed)):
             parameter.data = torch.exp(NORM_SPREAD * torch.randn_like(parameter))
         if name.endswith(".bias"):  # they start at zero
-            parameter.data = 0.5 * torch.randn_like(parameter)
+            parameter.data = 1.5 * torch.randn_like(parameter)
     return draft
 
 
-def train(draft: Eagle3DraftModel, texts: list[Continuation]) -> None:
-    """Train until the draft is useful and far from done: accept length ``WEAK``.
+def train(
+    draft: Eagle3DraftModel, texts: list[Continuation], until: float = WEAK
+) -> None:
+    """Train until the draft is useful and far from done: accept length ``until``.
 
     Raises:
         AssertionError: if it got too good (more than ``STRONG`` of what an oracle
@@ -180,7 +185,7 @@ def train(draft: Eagle3DraftModel, texts: list[Continuation]) -> None:
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     reached, steps = 1.0, 0
-    while reached < WEAK and steps < 200:
+    while reached < until and steps < 200:
         for _ in range(10):
             _, loss, _ = draft(
                 **batch,
@@ -195,7 +200,7 @@ def train(draft: Eagle3DraftModel, texts: list[Continuation]) -> None:
         steps += 10
         reached = accept_length(simulate(draft, texts))
     best = accept_length(oracle(draft, texts))
-    assert reached >= WEAK, f"accept length {reached:.2f} after {steps} steps"
+    assert reached >= until, f"accept length {reached:.2f} after {steps} steps"
     assert reached - 1 <= STRONG * (best - 1), f"saturated: {reached:.2f} of {best:.2f}"
 
 
@@ -204,9 +209,12 @@ def spread_norms(draft: Eagle3DraftModel) -> None:
 
     Each channel is multiplied by a power of two, and the columns that read it in the
     linear layers behind the norm are divided by it. That cannot be done to the last
-    norm, whose output may also be the draft's next state, nor to q and k norms, which
-    attention reads; those start far from one instead.
+    norm, whose output may also be the draft's next state, nor to a first hidden_norm
+    whose output is the residual, nor to q and k norms, which attention reads; those
+    start far from one instead.
     """
+    if draft.config.norm_before_residual:  # only hidden_norm reads what fc writes
+        draft.fc.weight.data *= 8
     for norm, linears, first in _norms_and_readers(draft):
         size = norm.weight.numel()
         scale = 2.0 ** torch.randint(-2, 3, (size,))
@@ -227,7 +235,8 @@ def _norms_and_readers(
         attention, mlp = layer.self_attn, layer.mlp
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         yield layer.input_layernorm, qkv, 0
-        if i == 0:  # it reads the token's embedding and the state, side by side
+        # It reads the token's embedding and the state, side by side.
+        if i == 0 and not draft.config.norm_before_residual:
             yield layer.hidden_norm, qkv, HIDDEN
         yield layer.post_attention_layernorm, [mlp.gate_proj, mlp.up_proj], 0
 
@@ -244,6 +253,6 @@ def make_checkpoint(
 ) -> None:
     """Build, train and save the draft of a variant."""
     draft = new_draft(variant, target, texts)
-    train(draft, texts)
+    train(draft, texts, variant.until)
     spread_norms(draft)
     save_checkpoint(draft, folder)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spec_export.artifact import publish
+from spec_export.artifact import hidden, publish
+from spec_export.artifact.hidden import sweep
 from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
 from spec_export.artifact.publish import (
     Staging,
@@ -19,7 +20,6 @@ from spec_export.artifact.publish import (
     replace_existing,
     retain,
     step_name,
-    sweep,
 )
 from spec_export.findings import SpecExportError
 
@@ -360,7 +360,7 @@ def test_age_counts_and_not_the_step(tmp_path):
 
 
 def leftover(parent: Path, prefix: str, name: str, pid: int, machine=None) -> Path:
-    machine = machine or publish._machine()
+    machine = machine or hidden._machine()
     return fill(parent / f"{prefix}{name}-{machine}-{pid}-0123abcd")
 
 
@@ -375,7 +375,11 @@ def test_leftovers_of_dead_processes_are_swept(tmp_path):
     week_ago = time.time() - 8 * 24 * 3600
     os.utime(old, (week_ago, week_ago))
     (tmp_path / ".staging-of-someone-else").mkdir()
-    assert len(sweep(tmp_path)) == 3
+    state = f".tmp-state.json-{hidden._machine()}-{dead}-0123abcd"
+    link = f".tmp-latest-{hidden._machine()}-{dead}-0123abcd"
+    (tmp_path / state).write_text("{}")
+    (tmp_path / link).symlink_to("nowhere")
+    assert len(sweep(tmp_path)) == 5
     assert names(tmp_path) == sorted(
         [mine.name, parent.name, elsewhere.name, ".staging-of-someone-else"]
     )
@@ -393,7 +397,7 @@ def test_an_old_export_gets_its_name_back(tmp_path):
 CRASH = """
 import os, signal, sys
 from pathlib import Path
-from spec_export.artifact import publish
+from spec_export.artifact import hidden, publish
 sys.path.insert(0, {tests!r})
 from test_artifact_publish import fill
 calls = 0

@@ -28,7 +28,7 @@ def draft(tmp_path: Path, target: Path) -> Path:
 def test_a_bare_checkpoint_becomes_a_final_export(draft: Path, tmp_path: Path) -> None:
     ran = spec_export("finalize", draft, "--output", tmp_path / "out")
     assert ran.code == 0, ran.data
-    assert ran.data["source"]["kind"] == "checkpoint"
+    assert ran.data["source_kind"] == "checkpoint"
     assert ran.data["verdict"] == "pass"
     assert ran.data["requires_plugin"] is False
     manifest = read_manifest(str(tmp_path / "out"))
@@ -49,7 +49,7 @@ def test_twice_in_a_row_changes_no_weight(draft: Path, tmp_path: Path) -> None:
     before = {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors")}
     ran = spec_export("finalize", out)
     assert ran.code == 0, ran.data
-    assert ran.data["source"]["kind"] == "export"
+    assert ran.data["source_kind"] == "export"
     assert {p.name: p.stat().st_mtime_ns for p in out.glob("*.safetensors")} == before
     assert spec_export("verify", out).code == 0
 
@@ -77,12 +77,12 @@ def test_a_run_gives_its_best_checkpoint_and_says_so(
     (run / "checkpoint_best").symlink_to("1")
     ran = spec_export("finalize", run, "--output", tmp_path / "a", "--no-compare")
     assert ran.code == 0, ran.data
-    assert Path(ran.data["source"]["path"]).name == "1"
+    assert Path(ran.data["source"]).name == "1"
     (run / "checkpoint_best").unlink()
     (run / "2" / "model.safetensors").write_bytes(b"torn")
     ran = spec_export("finalize", run, "--output", tmp_path / "b", "--no-compare")
     assert ran.code == 0, ran.data
-    assert Path(ran.data["source"]["path"]).name == "1"
+    assert Path(ran.data["source"]).name == "1"
     assert "checkpoint-incomplete" in ran.codes()
 
 

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from spec_export.judge.reference.block import BlockReference
     from spec_export.judge.reference.eagle3 import Eagle3Reference
+    from spec_export.judge.reference.mtp import MtpReference
 
-    Reference = Eagle3Reference | BlockReference
+    Reference = Eagle3Reference | BlockReference | MtpReference
 
 # architectures[0] of config.json -> module and class.
 REFERENCES = {
@@ -25,6 +26,17 @@ REFERENCES = {
     "DFlashDraftModel": ("block", "BlockReference"),
     "DFlash2DraftModel": ("block", "BlockReference"),
     "Qwen3DSparkModel": ("block", "BlockReference"),
+    # A folder for MTP has its target's class, which SGLang replaces.
+    **dict.fromkeys(
+        (
+            "Qwen3NextForCausalLM",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        ("mtp", "MtpReference"),
+    ),
 }
 
 

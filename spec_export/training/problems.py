@@ -1,0 +1,98 @@
+"""What went wrong with exports while the training went on."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from spec_export.artifact.publish import step_name
+from spec_export.findings import Finding, warning
+
+
+@dataclass(frozen=True)
+class Note:
+    """Why the export of a step is not there."""
+
+    step: int
+    message: str
+
+
+class Problems:
+    """Failures of a run, kept until a later export has recorded them.
+
+    Used by the thread of the training and by that which writes.
+
+    Attributes:
+        all: Every exception so far.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Exception] = []
+        self._unraised: list[Exception] = []
+        self._notes: list[Note] = []
+        self._told: set[Note] = set()
+        self._lock = threading.Lock()
+
+    def add(self, problem: Exception, *, unraised: bool = False) -> bool:
+        """Keep an exception.
+
+        Args:
+            problem: It.
+            unraised: The training has not seen it yet.
+
+        Returns:
+            False if it was there already.
+        """
+        with self._lock:
+            if any(problem is known for known in self.all):
+                return False
+            self.all.append(problem)
+            if unraised:
+                self._unraised.append(problem)
+            return True
+
+    def unraised(self) -> Exception | None:
+        """What the training has not seen yet; it has now."""
+        with self._lock:
+            found = self._unraised[0] if self._unraised else None
+            self._unraised.clear()
+            return found
+
+    def note(self, step: int, message: str) -> None:
+        """Something that the next manifest and ``finalize`` have to say."""
+        with self._lock:
+            self._notes.append(Note(step, " ".join(message.split())))
+
+    def open(self, best_step: int) -> list[Note]:
+        """What no later export has recorded.
+
+        What failed for the best weights stays open: ``best`` names older ones.
+        """
+        with self._lock:
+            return [
+                n for n in self._notes if n not in self._told or n.step == best_step
+            ]
+
+    def made_good(self, told: list[Note], step: int) -> None:
+        """An export of this step is there, and its manifest tells of these."""
+        with self._lock:
+            self._told |= set(told)
+            self._notes = [n for n in self._notes if n.step != step]
+
+
+def as_findings(notes: list[Note]) -> list[Finding]:
+    """Warnings for the manifest of the next export, one for each step."""
+    found = {
+        note.step: warning("export-error", step_name(note.step), note.message)
+        for note in notes
+    }
+    return list(found.values())
+
+
+def as_state(notes: list[Note], best_step: int) -> list[dict[str, Any]]:
+    """The same for the state file, which ``finalize`` reads."""
+    return [
+        {"step": n.step, "message": n.message, "best": n.step == best_step}
+        for n in notes
+    ]

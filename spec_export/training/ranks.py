@@ -1,0 +1,74 @@
+"""Acting on rank 0 so that all ranks know what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from spec_export.findings import Finding, SpecExportError
+from spec_export.training.hook import INTERRUPTIONS
+
+T = TypeVar("T")
+
+
+def on_rank0(act: Callable[[], T]) -> T | None:
+    """Run something on rank 0 and let every rank learn if it failed.
+
+    Without this an error on rank 0 would leave the others in a barrier.
+
+    Returns:
+        What ``act`` returned on rank 0; None on the others.
+
+    Raises:
+        Exception: That of rank 0; on the others a copy of it.
+    """
+    result, _ = _told(act, lambda _result: None)
+    return result
+
+
+def agreed(act: Callable[[], bool]) -> bool:
+    """Let rank 0 decide for all.
+
+    Raises:
+        Exception: As ``on_rank0``.
+    """
+    result, told = _told(act, lambda decision: decision)
+    return bool(told if result is None else result)
+
+
+def _told(act: Callable[[], T], of: Callable[[T], Any]) -> tuple[T | None, Any]:
+    """What ``act`` returned on rank 0, and what the others are told of it."""
+    if not (
+        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    ):
+        return act(), None
+    result: T | None = None
+    problem: Exception | None = None
+    told: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            result = act()
+            told[1] = of(result)
+        except INTERRUPTIONS:
+            raise
+        except Exception as caught:
+            problem = caught
+        told[0] = _portable(problem)
+    dist.broadcast_object_list(told, src=0)
+    if problem is not None:
+        raise problem
+    if told[0] is not None:
+        findings, exit_code, text = told[0]
+        raise (SpecExportError(findings, exit_code) if findings else RuntimeError(text))
+    return result, told[1]
+
+
+def _portable(problem: Exception | None) -> tuple[list[Finding], int, str] | None:
+    """An error as plain data: not every exception survives pickling."""
+    if problem is None:
+        return None
+    if isinstance(problem, SpecExportError):
+        return problem.findings, problem.exit_code, str(problem)
+    return [], 1, f"rank 0: {type(problem).__name__}: {problem}"
