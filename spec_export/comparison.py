@@ -99,13 +99,13 @@ def judge_of_checkpoint(
         from spec_export.judge.inputs import Inputs
         from spec_export.judge.run import layout_leg
 
-        borrowed = _borrowed(source, target)
+        lent = borrowed(source, target)
+        if (why := not_at_hand(source, lent)) is not None:
+            return {"layout": not_run("layout", why)}
         module = training_module(
             source.config,
-            lambda name: (
-                borrowed[name] if name in borrowed else as_torch(source.read(name))
-            ),
-            [*source.tensors, *borrowed],
+            lambda name: lent[name] if name in lent else as_torch(source.read(name)),
+            [*source.tensors, *lent],
             saved_dtype=saved_dtype_of(folder),
             device=place,
         )
@@ -142,13 +142,11 @@ def layout_of_merged(
     from spec_export.judge.run import layout_leg
 
     place = choose_device(device)
-    borrowed = _borrowed(source, target)
+    lent = borrowed(source, target)
     module = training_module(
         source.config,
-        lambda name: (
-            borrowed[name] if name in borrowed else as_torch(source.read(name))
-        ),
-        [*source.tensors, *borrowed],
+        lambda name: lent[name] if name in lent else as_torch(source.read(name)),
+        [*source.tensors, *lent],
         device=place,
     )
     return layout_leg(
@@ -219,7 +217,16 @@ def _readable(target: Target | None) -> bool:
     )
 
 
-def _borrowed(source: Source, target: Target | None) -> dict[str, torch.Tensor]:
+def not_at_hand(source: Source, lent: Mapping[str, Any]) -> str | None:
+    """Why a slim source cannot be compared, if neither it nor the target has all."""
+    shared = {"embed_tokens.weight", "lm_head.weight"}
+    missing = sorted(shared - set(source.tensors) - set(lent))
+    if not missing:
+        return None
+    return f"{', '.join(missing)} of training are the target's: --target DIR"
+
+
+def borrowed(source: Source, target: Target | None) -> dict[str, torch.Tensor]:
     """What a slim checkpoint leaves to the target: training used the target's."""
     from spec_export.artifact.values import target_ids
 

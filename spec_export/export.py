@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spec_export.artifact import manifest as m
-from spec_export.artifact.disk import hash_file, write_file
+from spec_export.artifact.disk import disk_errors, hash_file, write_file
 from spec_export.artifact.dtypes import cast_blocks, choose_dtype, config_name
 from spec_export.artifact.publish import (
     Staging,
@@ -34,6 +34,7 @@ from spec_export.artifact.roles import (
 from spec_export.artifact.source import Source
 from spec_export.artifact.target import Target
 from spec_export.artifact.values import check_mask_row, target_ids
+from spec_export.artifact.verify_files import check_written
 from spec_export.artifact.writer import Entry, write_weights
 from spec_export.findings import (
     Finding,
@@ -225,6 +226,8 @@ def export_source(
             finish(staging.path, manifest)
         manifest.files = file_entries(staging.path, written.files)
         manifest.write(staging.path)
+        with disk_errors(staging.path):
+            check_written(staging.path, manifest)
         folder = _publish(staging.path, destination, place, failed)
     return ExportResult(folder, manifest.status, manifest, findings, plan)
 
@@ -278,7 +281,8 @@ def file_entries(
         name = path.relative_to(folder).as_posix()
         if name == m.MANIFEST_NAME:
             continue
-        fact = (known or {}).get(name) or hash_file(path)
+        with disk_errors(path):
+            fact = (known or {}).get(name) or hash_file(path)
         entries[name] = m.FileEntry(sha256=fact.sha256, size=fact.size)
     return entries
 

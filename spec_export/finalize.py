@@ -38,6 +38,7 @@ from spec_export.findings import (
     usage_error,
 )
 from spec_export.judge.verdict import Leg, not_run
+from spec_export.layout.variables import dig
 from spec_export.report.card import CARD_NAME, model_card
 from spec_export.serving.verify import path_findings
 
@@ -125,9 +126,9 @@ def _described(resolved: ResolvedSource) -> dict[str, str]:
 def _export(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResult:
     assert options.output is not None
     source = CheckpointSource.open(resolved.folder)
-    verifier = (source.config.get("speculators_config") or {}).get("verifier") or {}
+    name = dig(source.config, "speculators_config.verifier.name_or_path")
     target, findings = resolve_target(
-        verifier.get("name_or_path"), resolved.folder, options.target
+        name if isinstance(name, str) else None, resolved.folder, options.target
     )
     before = [*resolved.findings, *source.findings, *findings]
     before += path_findings(options.output)

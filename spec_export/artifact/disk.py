@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -88,13 +88,15 @@ def replace_file(path: Path, data: bytes) -> FileFact:
         SpecExportError: exit 2, ``disk-full``; the old file is untouched.
     """
     beside = path.with_name(hidden_name(TEMPORARY, path.name))
-    try:
-        fact = write_file(beside, data)
-        with disk_errors(path):
+    with disk_errors(path):
+        try:
+            fact = write_file(beside, data)
             os.replace(beside, path)
-            sync_folder(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+        except BaseException:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
     return fact
 
 

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -218,9 +219,11 @@ def point_link(link: Path, name: str) -> None:
         try:
             os.symlink(name, beside)
             os.replace(beside, link)
-            sync_folder(link.parent)
-        finally:
-            beside.unlink(missing_ok=True)
+        except BaseException:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+        sync_folder(link.parent)
 
 
 def settle(
@@ -272,7 +275,10 @@ def retain(
     linked = {(parent / link).resolve() for link in ("best", "latest")}
     linked |= set() if also is None else {also.resolve()}
     by_age: list[tuple[Path, Manifest]] = []
-    for folder in sorted(step_folders(parent), key=_published, reverse=True):
+    folders = step_folders(parent)  # by step: within one run no clock is asked
+    if run_id is None:
+        folders.sort(key=_published)
+    for folder in reversed(folders):
         try:
             manifest = Manifest.read(folder)
         except SpecExportError:

@@ -112,7 +112,8 @@ class Target:
     def architectures(self) -> list[str]:
         """Class names of the whole model."""
         found = self.config.get("architectures")
-        return list(found) if isinstance(found, list) else []
+        names = found if isinstance(found, list) else []
+        return [name for name in names if isinstance(name, str)]
 
     @property
     def hidden_size(self) -> int | None:

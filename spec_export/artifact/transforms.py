@@ -127,16 +127,6 @@ def _take_expert(
         yield cast(block, dtype)
 
 
-def _scale(
-    sources: Sequence[np.ndarray],
-    arguments: Arguments,
-    shape: tuple[int, ...],
-    dtype: str,
-) -> Iterator[np.ndarray]:
-    for block in _row_blocks(sources[0]):
-        yield cast(block.astype(np.float32) * np.float32(arguments["factor"]), dtype)
-
-
 _Rule = Callable[
     [Sequence[np.ndarray], Arguments, tuple[int, ...], str], Iterator[np.ndarray]
 ]
@@ -145,5 +135,4 @@ _RULES: dict[str, _Rule] = {
     "insert": _insert,
     "scatter-rows": _scatter_rows,
     "take-expert": _take_expert,
-    "scale": _scale,
 }

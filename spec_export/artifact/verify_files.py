@@ -58,6 +58,29 @@ def verify_files(folder: str | Path, manifest: Manifest) -> list[Finding]:
     return findings
 
 
+def check_written(folder: Path, manifest: Manifest) -> None:
+    """Open what was just written again: sizes, headers, the manifest itself.
+
+    Digests are those of the bytes that were handed to the system; reading them back
+    before a crash would only show its cache.
+
+    Raises:
+        SpecExportError: exit 1; it must not be published.
+    """
+    again = Manifest.read(folder)
+    findings = []
+    for name, entry in again.files.items():
+        size = os.stat(folder / name).st_size
+        if size != entry.size:
+            what = f"it has {size} bytes, {entry.size} were written"
+            findings.append(error("file-changed", name, what))
+    headers = _headers(folder, again, list(again.files), findings)
+    findings += _wrong_tensors(manifest, headers)
+    findings += _wrong_embedded(manifest, headers)
+    if findings:
+        raise SpecExportError(findings)
+
+
 def _wrong_place(folder: Path, name: str) -> Finding | None:
     if not stays_inside(name):
         return error(

@@ -108,6 +108,10 @@ def calibrated(
         what: What the noise is of, for the record.
     """
     level = max(largest(noise), torch.finfo(dtype).eps)
+    kl = max((m.kl_max for m in noise), default=0.0)
     return Tolerance(
-        factor * level, f"calibrated: {factor:g} x the noise of {what} ({level:.2e})"
+        factor * level,
+        f"calibrated: {factor:g} x the noise of {what} ({level:.2e})",
+        # It grows with the square of a difference.
+        max(factor**2 * kl, fixed().max_kl),
     )

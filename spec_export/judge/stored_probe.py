@@ -28,6 +28,10 @@ FOLDER = "probe"
 _TOP = 64
 _PROJECTIONS = 8
 _ROWS = ("token_ids", "position_ids", "document_ids")
+# A probe is data that others can edit: its tolerance is believed up to what honest
+# runs measured in that dtype (of the logit range, and in nats).
+BELIEVED = {"float32": (1e-3, 1e-3)}
+_BELIEVED_NARROW = (0.1, 0.1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,8 @@ class Probe:
         hot_ids_digest: SHA-256 of the target id of each draft id, int64.
         tolerance: The one of the run that wrote the probe.
         metadata: What else the writer recorded.
+        dtype: Of the computation that gave the logits.
+        layers: After which layers of the target training took its features.
     """
 
     inputs: Inputs
@@ -57,6 +63,17 @@ class Probe:
     hot_ids_digest: str
     tolerance: Tolerance
     metadata: Mapping[str, Any]
+    dtype: str = "float32"
+    layers: list[int] | None = None
+
+    def believed(self) -> Tolerance:
+        """The recorded tolerance, cut where it allows more than an honest one."""
+        rel, kl = BELIEVED.get(self.dtype, _BELIEVED_NARROW)
+        given = self.tolerance
+        if given.max_rel <= rel and given.max_kl <= kl:
+            return given
+        source = f"{given.source}; the probe's {given.max_rel:.2e} is not believed"
+        return Tolerance(min(given.max_rel, rel), source, min(given.max_kl, kl))
 
     def compare(self, serving: Sequence[torch.Tensor]) -> tuple[StepMetrics, ...]:
         """Metrics per step against logits [T, vocabulary] of the serving side.
@@ -87,10 +104,13 @@ class Probe:
         kl = (p * (p.clamp(1e-300).log() - q.clamp(1e-300).log())).sum(1)
         kl = (kl + rest_p * (rest_p / rest_q).log()).clamp(min=0).nan_to_num(math.inf)
         worst = int(kl.argmax())
+        # The stored range is data as well; right logits have the same one here.
+        here = float(serving.max() - serving.min())
+        spread = max(min(float(self.ranges[step]), here), 1e-300)
         return StepMetrics(
             step=step,
             max_abs=apart.max().item(),
-            max_rel=apart.max().item() / max(float(self.ranges[step]), 1e-300),
+            max_rel=apart.max().item() / spread,
             kl_mean=kl.mean().item(),
             kl_max=kl[worst].item(),
             kl_max_position=int(self.inputs.rows()[worst]),
@@ -130,6 +150,7 @@ def save_probe(
     *,
     hot_ids: torch.Tensor,
     tolerance: Tolerance,
+    layers: Sequence[int] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write ``folder/probe/``.
@@ -140,6 +161,7 @@ def save_probe(
         logits: Training side, per step [T, vocabulary].
         hot_ids: Target id of each draft id, int64 (``probe.target_ids``).
         tolerance: What the layout leg allowed.
+        layers: After which layers of the target training took its features.
         metadata: JSON values to keep beside, for example versions.
 
     Returns:
@@ -177,6 +199,8 @@ def save_probe(
         "inputs": described,
         "hot_ids_digest": digest(hot_ids.long()),
         "tolerance": asdict(tolerance),
+        "dtype": str(logits[0].dtype).removeprefix("torch."),
+        "layers": None if layers is None else list(layers),
         "metadata": dict(metadata or {}),
     }
     place = folder / FOLDER
@@ -215,6 +239,7 @@ def load_probe(folder: Path) -> Probe:
         inputs = _inputs(record["inputs"], tensors)
         if _digest(inputs) != record["inputs"]["digest"]:
             raise ValueError("the inputs are not the ones that were recorded")
+        _whole(record["steps"], len(inputs.rows()), tensors)
         return Probe(
             inputs=inputs,
             steps=record["steps"],
@@ -226,10 +251,30 @@ def load_probe(folder: Path) -> Probe:
             hot_ids_digest=record["hot_ids_digest"],
             tolerance=Tolerance(**record["tolerance"]),
             metadata=record["metadata"],
+            dtype=record.get("dtype", "float32"),
+            layers=record.get("layers"),
         )
     except (KeyError, TypeError, ValueError, SafetensorError) as problem:
         broken = error("file-corrupt", f"{FOLDER}/", f"the probe is broken: {problem}")
         raise SpecExportError([broken]) from problem
+
+
+def _whole(steps: Any, rows: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every step and row that the probe speaks of is there, and there are some.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not isinstance(steps, int) or steps < 1 or rows < 2:
+        raise ValueError(f"{steps} steps of {rows} rows")
+    for name in ("top_ids", "top_values", "log_sums", "projections"):
+        if tuple(tensors[name].shape[:2]) != (steps, rows):
+            found = list(tensors[name].shape)
+            raise ValueError(
+                f"{name} has the shape {found}: {steps} steps, {rows} rows"
+            )
+    if tensors["ranges"].shape != (steps,) or tensors["top_ids"].shape[2] < 1:
+        raise ValueError("no logits of some step")
 
 
 def _inputs(described: Mapping[str, Any], tensors: Mapping[str, Any]) -> Inputs:

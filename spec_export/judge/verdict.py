@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -41,12 +43,15 @@ class Tolerance:
 
     Attributes:
         max_rel: Largest ``StepMetrics.max_rel`` that passes.
+        max_kl: Largest ``StepMetrics.kl_max`` that passes: where one logit makes the
+            range huge, the others may be wrong within ``max_rel``.
         source: How it was obtained, e.g. ``fixed: float32, small shapes`` or
             ``calibrated: 8 x the noise of reordered sums in this run``.
     """
 
     max_rel: float
     source: str
+    max_kl: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,10 @@ class Leg:
         return self.verdict == "pass"
 
     def to_json(self) -> dict[str, Any]:
-        """The leg as ``comparison[leg]`` of the manifest (design.md 6)."""
+        """The leg as ``comparison[leg]`` of the manifest (design.md 6).
+
+        JSON has no infinity: it becomes the largest float.
+        """
         out = asdict(self)
         out.pop("findings")
         out.pop("leg")
@@ -106,6 +114,10 @@ class Leg:
         out["seconds"] = round(self.seconds, 3)
         for key in ("metrics", "free_running", "diagnosis", "notes"):
             out[key] = list(out[key])
+        for step in (*out["metrics"], *out["free_running"]):
+            for key, value in step.items():
+                if isinstance(value, float) and not math.isfinite(value):
+                    step[key] = sys.float_info.max
         return out
 
 

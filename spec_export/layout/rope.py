@@ -9,6 +9,7 @@ so both are written. Rules: srt/layers/rotary_embedding/factory.py and yarn.py o
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ def _number(settings: Mapping[str, Any], key: str) -> float:
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not math.isfinite(value)
+        or not abs(value) <= sys.float_info.max
         or value <= 0
     ):
         raise RopeError(f"{key} is {value!r}, not a positive number")

@@ -7,7 +7,7 @@ exceptions are data (``ckpt_templates/targets.yaml``); the named rules are here.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -131,6 +131,9 @@ def target_facts(
     )
 
 
+_MOST_TOKENS = 2**62  # a hostile number must not overflow a float
+
+
 def context_length(config: Mapping[str, Any]) -> int:
     """SGLang's derived context in tokens (utils/hf_transformers/common.py)."""
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -142,7 +145,7 @@ def context_length(config: Mapping[str, Any]) -> int:
     ):
         given = scaling.get("factor")
         if isinstance(given, int | float) and not isinstance(given, bool):
-            factor = given if math.isfinite(given) and given > 0 else 1.0
+            factor = given if 0 < given <= sys.float_info.max else 1.0
     for key in (
         "max_sequence_length",
         "seq_length",
@@ -151,7 +154,7 @@ def context_length(config: Mapping[str, Any]) -> int:
         "max_position_embeddings",
     ):
         if isinstance(config.get(key), int):
-            return int(factor * config[key])
+            return int(min(factor * min(config[key], _MOST_TOKENS), _MOST_TOKENS))
     return 2048
 
 

@@ -41,10 +41,6 @@ def _any(shapes: Sequence[Shape], arguments: Arguments) -> None:
     return None
 
 
-def _same(shapes: Sequence[Shape], arguments: Arguments) -> Shape:
-    return shapes[0]
-
-
 def _inserted(shapes: Sequence[Shape], arguments: Arguments) -> Shape:
     """Rows and columns are put in before the given positions of the source."""
     shape = list(shapes[0])
@@ -85,7 +81,6 @@ TRANSFORMS: dict[str, Transform] = {
     "scatter-rows": Transform((1, 2), frozenset({"vocabulary", "outside"}), _scattered),
     # ``rows`` rows of one expert from ``start`` on, of a tensor that holds all experts.
     "take-expert": Transform((1,), frozenset({"expert", "start", "rows"}), _taken),
-    "scale": Transform((1,), frozenset({"factor"}), _same),
 }
 
 

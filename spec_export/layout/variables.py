@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,7 +103,8 @@ def _read(
     # A hostile configuration must not make anything here large, or divide by zero.
     if variable.type == "int" and not variable.min <= found <= variable.max:
         return _wrong(key, found, f"a number from {variable.min} to {variable.max}")
-    if variable.type == "float" and not math.isfinite(found):
+    # An integer of JSON may be beyond every float; NaN is below nothing.
+    if variable.type == "float" and not abs(found) <= sys.float_info.max:
         return _wrong(key, found, "a finite number")
     values[name] = found
     return None

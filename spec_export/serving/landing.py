@@ -40,6 +40,8 @@ _UNUSED = {
         r"model\.layers\.[1-9]\d*\.input_layernorm\.weight"
     ),
 }
+# DSpark builds it only where SGLANG_RAGGED_VERIFY_MODE asks for it.
+_OPTIONAL = "confidence_head"
 _PATTERN = 0xA5  # repeated, a float that no uninitialised memory holds all over
 _AGAIN = "copy the export again"
 
@@ -60,12 +62,15 @@ class _Watch:
 
     Attributes:
         seen: The tensors that were offered, by name.
+        names: For each of them, by identity, its name: some models collect all
+            tensors before they load the first one.
         calls: For each parameter the calls of its loader, in order.
         loaders: For each parameter its loader.
-        current: Name of the tensor that is being loaded.
+        current: Name of the tensor that was offered last.
     """
 
     seen: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
     calls: dict[str, list[_Call]] = field(default_factory=dict)
     loaders: dict[str, Callable[..., Any]] = field(default_factory=dict)
     current: str = ""
@@ -75,7 +80,7 @@ class _Watch:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Hand the tensors on and take their names down."""
         for name, tensor in weights:
-            self.current = name
+            self.current = self.names[id(tensor)] = name
             self.seen[name] = tensor
             yield name, tensor
 
@@ -103,6 +108,7 @@ class _Watch:
 
     def _recorder(self, name: str) -> Callable[..., Any]:
         def load(parameter: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.current = self.names.get(id(value), self.current)
             call = _Call(self.current, value, args, kwargs)
             self.calls.setdefault(name, []).append(call)
             return self.loaders[name](parameter, value, *args, **kwargs)
@@ -147,6 +153,7 @@ def load_and_compare(
         raise DraftRefused(folder, [finding]) from problem
     findings = _tensors(watch, manifest)
     findings += _dropped(watch, model)
+    findings += _token_map(watch, model)
     findings += _parameters(watch, manifest, type(model).__name__, parameters)
     return result, findings
 
@@ -176,21 +183,33 @@ def _is(tensor: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 def _dropped(watch: _Watch, model: Any) -> list[Finding]:
-    """Tensors that no parameter took; the token map becomes target ids instead."""
+    """Tensors that no parameter took."""
     taken = {call.tensor for calls in watch.calls.values() for call in calls}
-    findings = []
-    for name, tensor in watch.seen.items():
-        if name in taken:
-            continue
-        why = f"{type(model).__name__} has no parameter for it and dropped it"
-        if "d2t" in name:
-            ids = getattr(model, "hot_token_id", None)
-            wanted = tensor + torch.arange(len(tensor), device=tensor.device)
-            if ids is not None and torch.equal(ids.cpu(), wanted.cpu()):
-                continue
+    why = f"{type(model).__name__} has no parameter for it and dropped it"
+    return [
+        error("name-dropped", name, why, "export the draft again")
+        for name in watch.seen
+        if name not in taken
+        and "d2t" not in name
+        and not (name.startswith(_OPTIONAL) and not hasattr(model, _OPTIONAL))
+    ]
+
+
+def _token_map(watch: _Watch, model: Any) -> list[Finding]:
+    """Whether draft ids become target ids as the token map says."""
+    ids = getattr(model, "hot_token_id", None)
+    offsets = [(n, tensor) for n, tensor in watch.seen.items() if "d2t" in n]
+    for name, tensor in offsets:
+        wanted = tensor + torch.arange(len(tensor), device=tensor.device)
+        if ids is None or not torch.equal(ids.cpu(), wanted.cpu()):
             why = "it did not become the target ids of the draft's ids"
-        findings.append(error("name-dropped", name, why, "export the draft again"))
-    return findings
+            return [error("name-dropped", name, why, "export the draft again")]
+    size = getattr(model.config, "draft_vocab_size", None)
+    vocab = getattr(model.config, "vocab_size", None)
+    if not offsets and hasattr(model, "hot_token_id") and size not in (None, vocab):
+        why = f"no tensor maps the draft's {size} ids to the target's {vocab}"
+        return [error("parameter-without-origin", "d2t", why, "export the draft again")]
+    return []
 
 
 def _parameters(

@@ -39,7 +39,8 @@ class VerifyResult:
 
     Attributes:
         status: That of the manifest, or ``no manifest``.
-        verdict: That of the recorded layout leg: ``pass``, ``fail``, ``not run``.
+        verdict: That of the recorded layout leg: ``pass``, ``fail``, ``not run``;
+            the last where the files are not those that were compared.
         findings: What was found; an error means do not serve it.
         manifest: The manifest, if there is one.
     """
@@ -79,9 +80,11 @@ def verify(
     release, findings = parse_release(sglang)
     findings += path_findings(folder)
     manifest = _manifest(folder, files_only, findings)
+    whole = True
     if manifest is not None:
-        findings += verify_files(folder, manifest)
-        findings += _status(manifest)
+        wrong = verify_files(folder, manifest)
+        whole = not has_errors(wrong)
+        findings += [*wrong, *_status(manifest), *_claims(manifest)]
         if not files_only:
             findings += _release(manifest, release)
             findings += _same_target(manifest, target)
@@ -96,6 +99,8 @@ def verify(
             told = {(f.code, f.subject) for f in findings}
             findings += [f for f in problem.findings if (f.code, f.subject) not in told]
     leg = manifest.comparison.get("layout") if manifest is not None else None
+    if not whole:
+        leg = None  # what was compared is not what lies here
     return VerifyResult(
         manifest.status if manifest is not None else "no manifest",
         (leg.verdict if leg is not None else None) or "not run",
@@ -160,6 +165,36 @@ def _status(manifest: Manifest) -> list[Finding]:
             )
         ]
     return []
+
+
+def _claims(manifest: Manifest) -> list[Finding]:
+    """A recorded verdict that its own numbers contradict: edited, or not ours."""
+    out = []
+    for name, leg in manifest.comparison.items():
+        subject, hint = f"comparison.{name}", "repeat it: verify --compare --target DIR"
+        if leg.verdict == "fail" and manifest.status != "failed":
+            if not manifest.deviations:
+                message = f"failed, but the status is {manifest.status}"
+                out.append(error("manifest-invalid", subject, message, hint))
+            continue
+        if leg.verdict != "pass":
+            continue
+        allowed = _number(leg.tolerance, "max_rel")
+        steps = leg.metrics if isinstance(leg.metrics, list) else []
+        found = [_number(step, "max_rel") for step in steps]
+        if not leg.ran or allowed is None or not found or None in found:
+            message = "says pass without the numbers that a comparison has"
+            out.append(error("manifest-invalid", subject, message, hint))
+        elif max(n for n in found if n is not None) > allowed:
+            message = f"says pass with a difference above its tolerance {allowed:.2e}"
+            out.append(error("manifest-invalid", subject, message, hint))
+    return out
+
+
+def _number(held: Any, key: str) -> float | None:
+    value = held.get(key) if isinstance(held, dict) else None
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if plain else None
 
 
 def _release(manifest: Manifest, release: Version) -> list[Finding]:
@@ -291,7 +326,7 @@ def _token_map(
     return check_vocab_map(
         files.read(name),
         t2d,
-        vocab if isinstance(vocab, int) else None,
+        vocab if isinstance(vocab, int) and 0 < vocab < 2**31 else None,
         head.shape[0] if head is not None and head.shape else None,
     )
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from spec_export.artifact.target import Target
-from spec_export.comparison import window_of
+from spec_export.comparison import borrowed, not_at_hand, window_of
 from spec_export.export import Judge
 from spec_export.judge import (
     Inputs,
@@ -115,12 +115,16 @@ def _layout(
     device: torch.device,
 ) -> Leg:
     served = target.path if target is not None and target.has_weights else None
+    # What speculators leaves out when it saves, it took from the target.
+    lent = borrowed(snapshot, target)
+    if (why := not_at_hand(snapshot, lent)) is not None:
+        return not_run("layout", why)
     return layout_leg(
         folder,
         training_module(
             snapshot.config,
-            snapshot.rounded,
-            list(snapshot.tensors),
+            lambda name: lent[name] if name in lent else snapshot.rounded(name),
+            [*snapshot.tensors, *lent],
             device=device,
             empty=copy.deepcopy(skeleton),
         ),

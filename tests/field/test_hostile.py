@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.field.desk import Answer, Desk
-from tests.field.test_cases import NO, shards, write_index
+from tests.field.test_cases import NO
+from tests.field.test_cases_files import shards, write_index
 from tests.helpers.field import draft_config, draft_tensors, write_draft
 
 EXAMPLES = int(os.environ.get("SPEC_EXPORT_EXAMPLES", "20"))
@@ -45,7 +46,7 @@ scalars = (
     st.none()
     | st.booleans()
     | st.integers(-(2**70), 2**70)
-    | st.sampled_from([0, 1, -1, 2, 12, 32, 2**31, 2**62, 10**30])
+    | st.sampled_from([0, 1, -1, 2, 12, 32, 2**31, 2**62, 10**30, 10**400])
     | st.floats()
     | st.text(max_size=12)
     | st.sampled_from(
@@ -110,10 +111,16 @@ class Scene:
         shutil.copytree(folder, to)
         return to
 
-    def answers(self, folder: Path, command: str) -> Answer:
-        """Run a command on a folder and hold what is promised of every answer."""
+    def answers(self, folder: Path, command: str, named: bool = True) -> Answer:
+        """Run a command on a folder and hold what is promised of every answer.
+
+        Args:
+            folder: The folder.
+            command: ``finalize`` or ``verify``.
+            named: Whether the target is given, or the folder has to say it.
+        """
         output = self.desk.root / "out"
-        options: tuple[Any, ...] = ("--target", self.desk.target)
+        options: tuple[Any, ...] = ("--target", self.desk.target) if named else ()
         if command == "finalize":
             options = (*options, "--output", output, NO)
         with watched() as opened:
@@ -277,6 +284,39 @@ def test_configurations_of_targets(
     folder = scene.source if command == "finalize" else scene.export
     try:
         scene.answers(folder, command)
+    finally:
+        path.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    "where, value",
+    [
+        ("source", 10**400),
+        ("bare source", []),
+        ("target", 10**400),
+        ("target", []),
+        ("export", 10**400),
+        ("export", []),
+    ],
+    ids=lambda v: "huge" if isinstance(v, int) else "list" if v == [] else v,
+)
+def test_every_key_of_a_configuration(scene: Scene, where: str, value: Any) -> None:
+    """One value at a time, everywhere: what chance may miss."""
+    folder = scene.copy(scene.export if where == "export" else scene.source)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    path = (scene.desk.target if where == "target" else folder) / CONFIG
+    command = "verify" if where == "export" else "finalize"
+    before = path.read_bytes()
+    content = json.loads(before)
+    try:
+        for place in [p for p in places(content) if p]:
+            changed = copy.deepcopy(content)
+            parent = changed
+            for key in place[:-1]:
+                parent = parent[key]
+            parent[place[-1]] = value
+            path.write_text(json.dumps(changed))
+            scene.answers(folder, command, named=where != "bare source")
     finally:
         path.write_bytes(before)
 

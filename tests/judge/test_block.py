@@ -25,6 +25,7 @@ from spec_export.findings import SpecExportError
 from spec_export.judge.compare import largest
 from spec_export.judge.verdict import Leg
 from tests.helpers.blocks import HIDDEN, make_block_draft, make_target
+from tests.helpers.record import record
 
 JUDGED = 1e-5
 SLIDING = {
@@ -153,6 +154,7 @@ def test_option_is_exact(tmp_path: Path, name: str) -> None:
     assert len(leg.metrics) == (
         4 if options.get("sample_from_anchor", options.get("kind") == "dspark") else 3
     )
+    record("judge", name, f"{largest((*leg.metrics, *leg.free_running)):.1e}")
     serving = result.manifest.serving
     assert (serving.architecture, serving.min_version) == (architecture, since)
     again = leg_of_probe(result.folder, open_target(tmp_path / "target"), "cpu", None)
@@ -356,3 +358,13 @@ def test_window_shorter_than_the_context_differs(tmp_path: Path) -> None:
     # Allowed by name: recorded as a deviation, and the judge sees that it is one.
     assert [d.code for d in result.manifest.deviations] == ["sliding-window-extent"]
     assert not leg.passed and largest(leg.metrics) > 1e-3
+
+
+def test_without_the_target_s_weights_nothing_is_compared(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    checkpoint = make_block_draft(tmp_path / "checkpoint", target)
+    (target / "model.safetensors").unlink()
+    source, opened = CheckpointSource.open(checkpoint), open_target(target)
+    leg = judge_of_checkpoint(source, opened, "cpu", None)(tmp_path)["layout"]
+    assert leg.verdict == "not run"
+    assert "embed_tokens.weight, lm_head.weight" in leg.reason

@@ -20,6 +20,7 @@ from spec_export.findings import SpecExportError
 from spec_export.judge.compare import largest
 from spec_export.judge.verdict import Leg
 from tests.helpers.mtp import EXPERTS, HIDDEN, STEPS, TARGETS, make_mtp, make_target
+from tests.helpers.record import record
 
 JUDGED = 1e-5
 FIRST_STEP = "mtp-first-step"
@@ -65,6 +66,7 @@ def test_layers_are_exact(exports: Exports, kind: str) -> None:
     root, result, leg = exports(kind)
     assert leg.passed, (leg.reason, leg.diagnosis)
     assert len(leg.metrics) == STEPS and largest(leg.metrics) <= JUDGED
+    record("judge", kind, f"{largest(leg.metrics):.1e}")
     again = leg_of_probe(result.folder, open_target(root / "target"), "cpu", None)
     assert again.passed, again.reason
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,8 +15,10 @@ import pytest
 from loguru import logger
 
 from spec_export import cli
-from tests.serving import drafts, simulate
-from tests.serving.sglang_process import Engine
+from tests.serving import drafts, plugin_drafts, simulate
+from tests.serving.plugin_drafts import PluginEngine, PluginVariant
+from tests.serving.sglang_process import Engine, sglang_python
+from tests.serving.simulate import Continuation
 
 PROMPTS = 6
 TABLE = pytest.StashKey[list[tuple[str, ...]]]()
@@ -42,6 +47,9 @@ class Made:
         """The judge's largest difference, as a share of the logit range."""
         manifest = json.loads((self.export / "spec_export_manifest.json").read_text())
         return max(m["max_rel"] for m in manifest["comparison"]["layout"]["metrics"])
+
+
+MakePlugin = Callable[[PluginVariant], Made]
 
 
 def export_draft(checkpoint: Path, out: Path, target: Path, *more: str) -> None:
@@ -111,6 +119,69 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """SGLang with its imports done; drafts are served one after another."""
     with Engine(tmp_path_factory.mktemp("sglang") / "engine.log") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables under which SGLang finds the installed package."""
+    return plugin_drafts.install(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def server(
+    installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PluginEngine]:
+    """SGLang with the package installed beside it."""
+    log = tmp_path_factory.mktemp("plugin") / "engine.log"
+    with PluginEngine(log, installed) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def make_plugin(
+    target: Path,
+    texts: list[Continuation],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> MakePlugin:
+    """Trains, exports and simulates a variant, once per session."""
+    root = tmp_path_factory.mktemp("plugin-drafts")
+
+    @cache
+    def made(variant: PluginVariant) -> Made:
+        checkpoint, export = root / variant.name, root / f"{variant.name}-export"
+        drafts.make_checkpoint(variant, target, texts, checkpoint)
+        how = "always" if variant.stock else "auto"
+        export_draft(checkpoint, export, target, "--plugin", how)
+        draft = simulate.load_draft(checkpoint)
+        return Made(
+            checkpoint,
+            export,
+            simulate.simulate(draft, texts),
+            simulate.oracle(draft, texts),
+        )
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def wheel() -> Callable[[str], Path]:
+    """Another SGLang release as an unpacked wheel, kept in the temporary folder."""
+
+    def unpacked(release: str) -> Path:
+        name = f"spec-export-sglang-{os.getuid()}-{release}"
+        folder = Path(tempfile.gettempdir()) / name
+        if not folder.is_dir():
+            partial = Path(tempfile.mkdtemp(prefix=f"{name}."))
+            pip = [str(sglang_python()), "-m", "pip", "install", "--quiet", "--no-deps"]
+            subprocess.run(
+                [*pip, "--target", str(partial), f"sglang=={release}"],
+                check=True,
+                timeout=240,
+            )
+            partial.rename(folder)
+        return folder
+
+    return unpacked
 
 
 @pytest.fixture(scope="session")

@@ -107,12 +107,12 @@ def llama_config(layers: int) -> LlamaConfig:
     )
 
 
-def make_target(folder: Path) -> PreTrainedModel:
+def make_target(folder: Path, seed: int = 0) -> PreTrainedModel:
     """Save a random Llama, its weights fp32 with values that bfloat16 holds too.
 
     A checkpoint keeps the target's embedding in bfloat16; here that loses nothing.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     target = LlamaForCausalLM(llama_config(LAYERS)).eval()
     for parameter in target.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -165,7 +165,7 @@ def new_draft(
         if name == "norm.weight" or name.endswith(tuple(fixed)):
             parameter.data = torch.exp(NORM_SPREAD * torch.randn_like(parameter))
         if name.endswith(".bias"):  # they start at zero
-            parameter.data = 1.5 * torch.randn_like(parameter)
+            parameter.data = torch.randn_like(parameter)
     return draft
 
 
@@ -213,7 +213,8 @@ def spread_norms(draft: Eagle3DraftModel) -> None:
     whose output is the residual, nor to q and k norms, which attention reads; those
     start far from one instead.
     """
-    if draft.config.norm_before_residual:  # only hidden_norm reads what fc writes
+    if draft.config.norm_before_residual:
+        # Only hidden_norm reads what fc writes, so its size is nothing to the draft.
         draft.fc.weight.data *= 8
     for norm, linears, first in _norms_and_readers(draft):
         size = norm.weight.numel()

@@ -24,6 +24,7 @@ from tests.serving.simulate import STEPS, Continuation, Rounds, rounds_of
 
 MANIFEST, WEIGHTS = "spec_export_manifest.json", "model.safetensors"
 WINDOW = 16  # shorter than the texts
+PLUGIN_OFF = {"SGLANG_PLUGINS": "none"}
 LONG = 2048  # speculators' default, longer than they are
 
 

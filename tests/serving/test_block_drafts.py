@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.record import record
 from tests.serving import blocks, simulate
 from tests.serving.blocks import SPREAD, VARIANTS, BlockVariant
 from tests.serving.broken import Config, Tensors, break_export
@@ -111,6 +112,7 @@ def test_engine_matches_simulation(
     served = serve(block_engine, target, made.export, variant.algorithm, prompts)
     equal = histograms_equal(served, made)
     accepted = accept_length(made.rounds)
+    record("engine", variant.name, f"{sum(equal)}/{len(equal)}")
     print(f"{variant.name}: {sum(equal)}/{len(equal)} equal, accept {accepted:.3f}")
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
     assert all(equal)

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serving import drafts, plugin_drafts, simulate
-from tests.serving.conftest import Made, export_draft
+from tests.serving.conftest import Made, MakePlugin
 from tests.serving.plugin_drafts import (
     BIASED,
     DEFAULT,
     EACH,
+    PLUGIN_OFF,
     SINGLE,
     WINDOW,
     WINDOWED,
@@ -29,53 +29,10 @@ from tests.serving.plugin_drafts import (
 )
 from tests.serving.simulate import NEW_TOKENS, Continuation, Rounds, accept_length
 
-Make = Callable[[PluginVariant], Made]
 ALL = [
     *(pytest.param(v, id=v.name) for v in (DEFAULT, BIASED, SINGLE)),
     *(pytest.param(v, id=v.name, marks=pytest.mark.wide) for v in EACH),
 ]
-PLUGIN_OFF = {"SGLANG_PLUGINS": "none"}
-
-
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables under which SGLang finds the installed package."""
-    return plugin_drafts.install(tmp_path_factory.mktemp("site"))
-
-
-@pytest.fixture(scope="session")
-def server(
-    installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[PluginEngine]:
-    log = tmp_path_factory.mktemp("plugin") / "engine.log"
-    with PluginEngine(log, installed) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def make_plugin(
-    target: Path,
-    texts: list[Continuation],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Make:
-    """Trains, exports and simulates a variant, once per session."""
-    root = tmp_path_factory.mktemp("plugin-drafts")
-
-    @cache
-    def made(variant: PluginVariant) -> Made:
-        checkpoint, export = root / variant.name, root / f"{variant.name}-export"
-        drafts.make_checkpoint(variant, target, texts, checkpoint)
-        how = "always" if variant.stock else "auto"
-        export_draft(checkpoint, export, target, "--plugin", how)
-        draft = simulate.load_draft(checkpoint)
-        return Made(
-            checkpoint,
-            export,
-            simulate.simulate(draft, texts),
-            simulate.oracle(draft, texts),
-        )
-
-    return made
 
 
 def histograms(answer: dict[str, Any]) -> list[list[int]]:
@@ -96,7 +53,7 @@ def equal(found: list[list[int]], rounds: list[Rounds]) -> int:
 @pytest.mark.parametrize("variant", ALL)
 def test_plugin_matches_training(
     variant: PluginVariant,
-    make_plugin: Make,
+    make_plugin: MakePlugin,
     server: PluginEngine,
     target: Path,
     texts: list[Continuation],
@@ -134,8 +91,8 @@ def test_plugin_matches_training(
     if variant.stock:
         assert stock_same == len(found)
     else:
-        assert stock_same <= 3
-        assert served_length(stock_found) < served_length(found) - 0.01
+        assert stock_same <= 1
+        assert served_length(stock_found) < served_length(found) - 0.1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +100,7 @@ def test_plugin_matches_training(
 )
 def test_window_of_one_layer(
     window: int,
-    make_plugin: Make,
+    make_plugin: MakePlugin,
     server: PluginEngine,
     target: Path,
     texts: list[Continuation],
@@ -182,7 +139,7 @@ def test_window_of_one_layer(
 
 
 def test_stock_server_refuses(
-    make_plugin: Make,
+    make_plugin: MakePlugin,
     server: PluginEngine,
     target: Path,
     prompts: list[list[int]],

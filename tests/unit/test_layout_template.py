@@ -86,7 +86,7 @@ def test_shipped_templates_hold(kind: str) -> None:
 def test_a_transform_in_place_of_a_rename_loads() -> None:
     raw = _raw()
     _derive(raw)
-    assert _load(raw).derived[0].transform == "scale"
+    assert _load(raw).derived[0].transform == "insert"
 
 
 def test_unmutated_files_load() -> None:
@@ -258,9 +258,9 @@ def _derive(raw: Raw, **changes: Any) -> None:
     _transformed_without_transform(raw)
     rule = {
         "name": "fc.weight",
-        "transform": "scale",
+        "transform": "insert",
         "sources": ["fc.weight"],
-        "arguments": {"factor": 2},
+        "arguments": {"value": 0},
         "shape": ["H", "A * H"],
     }
     raw["derived"] = [{**rule, **changes}]
@@ -395,7 +395,7 @@ MUTATIONS: list[tuple[Callable[[Raw], None], str]] = [
     (_unknown_transform, "no transform 'fold'"),
     (_derived_of_nothing, "fc2.weight"),
     (_derived_of_another_shape, "the rule says"),
-    (_derived_argument, "scale takes ['factor']"),
+    (_derived_argument, "insert takes ['value']"),
     (_derived_twice, "two transforms write fc.weight"),
     (_not_invertible, "why the rule is not invertible"),
     (_regex, "is no tensor name"),

@@ -97,31 +97,23 @@ def test_take_expert() -> None:
     assert np.array_equal(out, fused[2, 4:])
 
 
-def test_scale() -> None:
-    table = values(6, 4)
-    assert np.array_equal(computed("scale", [table], {"factor": 2.5}), table * 2.5)
-
-
 def test_results_have_the_saved_dtype() -> None:
     table, d2t = values(4, 3), np.zeros(4, np.int64)
     for name, sources, arguments in (
         ("insert", [table], {"columns": [3], "value": 1}),
         ("scatter-rows", [table, d2t], {"vocabulary": 6, "outside": -10000}),
-        ("scale", [table], {"factor": 0.3}),
         ("take-expert", [values(2, 4, 3)], {"expert": 0, "start": 0, "rows": 4}),
     ):
         out = computed(name, sources, arguments, dtype="BF16")
         assert out.dtype == ml_dtypes.bfloat16
-    rounded = table.astype(ml_dtypes.bfloat16).astype(np.float32) * np.float32(0.3)
-    assert not np.array_equal(out, rounded)
 
 
 @pytest.mark.parametrize(
     ("name", "shapes", "arguments", "said"),
     [
         ("fold", [(2, 2)], {}, "no transform 'fold'"),
-        ("scale", [], {"factor": 1}, "takes 1 source"),
-        ("scale", [(2, 2)], {"by": 1}, "takes ['factor']"),
+        ("insert", [], {"value": 1}, "takes 1 source"),
+        ("take-expert", [(2, 2)], {"by": 1}, "takes ['expert'"),
         ("insert", [(2, 2)], {"value": 0, "rows": [3]}, "rows [3]"),
         ("insert", [(2,)], {"value": 0, "columns": [1]}, "has no columns"),
     ],

@@ -170,6 +170,8 @@ def load_weights(
         for legacy, new in _LEGACY.items():
             name = name.replace(legacy, new)
         if "d2t" in name:
+            if tensor.is_floating_point():
+                raise ServingError(f"{source} holds {tensor.dtype}, which is no index")
             hot = tensor + torch.arange(tensor.shape[0])
             report.filled["d2t"] = source
             continue

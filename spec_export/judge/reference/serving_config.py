@@ -240,7 +240,8 @@ def read_config(
         eps=float(value("rms_norm_eps")),
         fc_bias=flag("bias"),
         o_bias=flag("attention_bias") or flag("bias"),
-        input_norm=norm_before_fc and number >= SINCE["norm_before_fc"],
+        # The plug-in's class has an input_norm of its own.
+        input_norm=norm_before_fc and (plugin or number >= SINCE["norm_before_fc"]),
         fc_norm=flag("fc_norm", "fc_norm") or flag("use_aux_norm", "fc_norm"),
         norm_output=flag("norm_output", "norm_output"),
         rope=rope,

@@ -1,0 +1,197 @@
+"""What logits of given features cannot show: which features, in which dtype, of what.
+
+The comparison feeds both sides the same features, so whether SGLang would capture
+those of the same layers is held against the configurations here, by SGLang's rules
+written down a second time. And rows that cannot tell a right draft from a wrong one
+must not end in a pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from spec_export.judge.inputs import Inputs
+from spec_export.judge.reference.eagle3 import Eagle3Reference
+from spec_export.judge.reference.loading import weight_files
+from spec_export.judge.reference.serving_config import parse_release
+
+# Targets whose hook does not simply take id k as the output of layer k.
+_FIRST_IS_ONE = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "KimiK25ForConditionalGeneration",
+    "Glm4MoeLiteForCausalLM",
+)
+_CONTAINS_LAST = ("GptOssForCausalLM",)
+_DEFAULT_MOVED = ("MiniMaxM3SparseForConditionalGeneration",)
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+
+
+def trained_layers(config: Any) -> list[int] | None:
+    """The layers after which training took its features; None: no such setting."""
+    for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+        ids = getattr(config, key, None)
+        if ids is not None:
+            return sorted(int(i) for i in ids)
+    return None
+
+
+def captured_layers(
+    config: Mapping[str, Any], target: Mapping[str, Any], release: str
+) -> list[int] | None:
+    """After how many layers SGLang's target takes each feature for a draft.
+
+    Args:
+        config: The export's ``config.json``.
+        target: The target's.
+        release: SGLang release.
+
+    Returns:
+        In the order of the features; None where the draft family does not say it in
+        one of the two places that are known here.
+    """
+    depth = int(_text(target)["num_hidden_layers"])
+    architecture = (target.get("architectures") or [""])[0]
+    number = parse_release(release)
+    block = config.get("dflash_config") or {}
+    if block.get("target_layer_ids"):
+        return sorted(k + 1 for k in block["target_layer_ids"])
+    if "Eagle3" not in (config.get("architectures") or [""])[0]:
+        return None
+    eagle = config.get("eagle_config") or {}
+    if not eagle.get("use_aux_hidden_state", True):
+        return [depth]
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if not ids:
+        moved = int(architecture in _DEFAULT_MOVED)
+        return [k + moved for k in (2, depth // 2, depth - 3)]
+    plain = True
+    if architecture in _FIRST_IS_ONE and number >= (0, 5, 13, 0):
+        plain = ids[0] == 1
+    if architecture in _CONTAINS_LAST and number >= (0, 5, 17, 0):
+        plain = max(ids) != depth
+    return sorted(k + 1 if plain else k for k in ids)
+
+
+def capture_problems(
+    folder: Path,
+    target: Mapping[str, Any] | None,
+    trained: Sequence[int] | None,
+    release: str,
+) -> list[str]:
+    """Whether the target would hand over the features that training used."""
+    if target is None or trained is None or "num_hidden_layers" not in _text(target):
+        return []
+    config = json.loads((folder / "config.json").read_text())
+    found = captured_layers(config, target, release)
+    if found is None or found == sorted(trained):
+        return []
+    return [
+        f"SGLang would take the features after layers {found}, training took them "
+        f"after {sorted(trained)} (config key eagle_config or dflash_config)"
+    ]
+
+
+def _text(target: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("text_config", "llm_config"):
+        if isinstance(target.get(key), Mapping):
+            return target[key]
+    return target
+
+
+def config_of(target: Path | None) -> dict[str, Any] | None:
+    """A target's configuration; None without one."""
+    if target is None or not (target / "config.json").is_file():
+        return None
+    found = json.loads((target / "config.json").read_text())
+    return found if isinstance(found, dict) else None
+
+
+def dtype_problems(folder: Path, dtype: str) -> list[str]:
+    """SGLang casts every tensor to the dtype of config.json: one that is not of it.
+
+    Args:
+        folder: The export.
+        dtype: What SGLang takes from config.json.
+    """
+    wrong = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 - safe_open is no mapping
+                held = _DTYPES.get(handle.get_slice(name).get_dtype())
+                if held is not None and held != dtype:
+                    wrong[name] = held
+    if not wrong:
+        return []
+    name = min(wrong)
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return [
+        f"{name}{more} holds {wrong[name]}, and SGLang computes in {dtype} (config "
+        "key dtype)"
+    ]
+
+
+def blind_inputs(inputs: Inputs, *, block: bool = False) -> str | None:
+    """Why rows cannot tell a right draft from a wrong one; None: they can."""
+    rows = inputs.rows()
+    if len(rows) < 2:
+        return f"{len(rows)} rows that are not padding"
+    aux = inputs.aux[rows].double()
+    if not bool(aux.isfinite().all()):
+        return "the features are not all finite"
+    if float((aux - aux[:1]).abs().max()) == 0:
+        return "the features of all rows are the same"
+    if float((aux - aux[:, :1]).abs().max()) == 0:
+        return "the features of a row are the same in all channels"
+    if not block and len(inputs.token_ids[rows].unique()) == 1:
+        return "the tokens of all rows are the same"
+    return None
+
+
+def blind_logits(logits: Sequence[torch.Tensor], rows: torch.Tensor) -> str | None:
+    """Why training's logits say nothing about the draft; None: they do."""
+    for step, values in enumerate(logits):
+        held = values[rows.to(values.device)].float()
+        if not bool(held.isfinite().all()):
+            return None  # a failure, not a lack of information
+        if float((held - held[:1]).abs().max()) == 0:
+            return f"training's logits of step {step} are the same in every row"
+    return None
+
+
+def relabel(reference: Any, wanted: torch.Tensor) -> tuple[str, ...]:
+    """Bring the serving side's draft ids into the order of training.
+
+    A draft id is a row of the head and its entry of the token map; both in another
+    order are the same draft, which logits compared row by row would not show.
+
+    Args:
+        reference: Changed where its draft ids mean the same tokens in another order.
+        wanted: Target id of each draft id in training, int64 [draft vocabulary].
+
+    Returns:
+        What a reader should know.
+    """
+    if not isinstance(reference, Eagle3Reference) or reference.hot_token_id is None:
+        return ()
+    held, wanted = reference.hot_token_id.cpu(), wanted.cpu()
+    one, other = held.sort(), wanted.sort()
+    if torch.equal(held, wanted) or not torch.equal(one.values, other.values):
+        return ()
+    if (
+        len(held.unique()) != len(held)
+        or len(held) != reference.config.draft_vocab_size
+    ):
+        return ()
+    order = one.indices[other.indices.argsort()]
+    reference.hot_token_id = held[order]
+    head = reference.weights["lm_head.weight"]
+    reference.weights["lm_head.weight"] = head[order.to(head.device)]
+    return ("the draft ids of the export are in another order than those of training",)

@@ -1,0 +1,125 @@
+"""``finalize`` and ``verify`` against copying and hashing; how commands start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from spec_export.artifact.header import read_header
+from tests.bench.conftest import drop, ratio, said, timed
+from tests.helpers.tiny import REPOSITORY
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def command(*argv: object) -> tuple[float, float]:
+    """Run one command.
+
+    Returns:
+        Wall seconds and the peak of its resident memory in MB, children included.
+    """
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spec_export.cli", *map(str, argv)],
+        cwd=REPOSITORY,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    error = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, error
+    return time.perf_counter() - began, usage.ru_maxrss / 1024
+
+
+def hash_pass(*paths: Path) -> None:
+    buffer = memoryview(bytearray(1 << 20))
+    for path in paths:
+        digest = hashlib.sha256()
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+
+
+def test_finalize_and_verify(files: Any, tmp_path: Path, rounds: int, row: Any) -> None:
+    source, target = files
+    weights, theirs = source / "model.safetensors", target / "model.safetensors"
+    out, copy = tmp_path / "out", tmp_path / "copy"
+
+    def copied_and_hashed() -> None:
+        subprocess.run(["cp", str(weights), str(copy)], check=True)
+        hash_pass(weights, theirs)
+
+    times: dict[str, list[float]] = {k: [] for k in ("f", "cp", "v", "hash")}
+    memory = 0.0
+    for _ in range(rounds):
+        drop(out)
+        copy.unlink(missing_ok=True)
+        times["cp"].append(timed(copied_and_hashed))
+        seconds, peak = command("finalize", source, "--no-compare", "--output", out)
+        times["f"].append(seconds)
+        memory = max(memory, peak)
+        exported = sorted(p for p in out.iterdir() if p.is_file())
+        times["hash"].append(timed(lambda paths=exported: hash_pass(*paths)))
+        seconds, peak = command("verify", out, "--files-only")
+        times["v"].append(seconds)
+        memory = max(memory, peak)
+    start = [command("show", out)[0] for _ in range(rounds)]
+    idle = min(start)
+    read = weights.stat().st_size + theirs.stat().st_size
+    finalize, verify = ratio(times["f"], times["cp"]), ratio(times["v"], times["hash"])
+    row(
+        f"finalize --no-compare   {said(times['f'])}; cp + hash of {read / 1e9:.2f} GB "
+        f"{said(times['cp'])}; ratio {finalize:.2f} (<= 1.5 at 2 GB)"
+    )
+    row(
+        f"verify --files-only     {said(times['v'])}; hash pass {said(times['hash'])}; "
+        f"ratio {verify:.2f} (<= 1.2 at 2 GB)"
+    )
+    row(f"peak memory             {memory:.0f} MB (<= 300 MB)")
+    assert memory <= 300
+    # Of a small checkpoint the start of the interpreter is the larger part.
+    spare = 3 * idle / min(times["cp"])
+    assert finalize <= 1.5 + spare
+    assert verify <= 1.2 + 3 * idle / min(times["hash"])
+    share = sum(p.stat().st_size for p in exported) / weights.stat().st_size
+    row(f"bytes of the export     {share:.3f} of the checkpoint's (<= 0.45)")
+    assert share <= 0.45
+    tensors = read_header(out / "model.safetensors").tensors
+    assert not any("embed_tokens" in name for name in tensors)
+    shutil.rmtree(out)
+
+
+def test_commands_start_quickly(files: Any, tmp_path: Path, row: Any) -> None:
+    source, _ = files
+    out = tmp_path / "out"
+    command("finalize", source, "--no-compare", "--output", out)
+    for name, argv in (("--help", ("--help",)), ("show", ("show", out))):
+        loaded = subprocess.run(
+            [
+                *(sys.executable, "-c"),
+                "import json, sys; from spec_export import cli; "
+                "cli.run(sys.argv[1:]); print(json.dumps(sorted(sys.modules)))",
+                *map(str, argv),
+            ],
+            cwd=REPOSITORY,
+            env=ENV,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        modules = json.loads(loaded.stdout.splitlines()[-1])
+        assert not {"torch", "numpy", "pydantic"} & set(modules), name
+        seconds = [command(*argv)[0] for _ in range(7)]
+        row(f"spec-export {name:<11} {said(seconds)} (<= 300 ms on a quiet machine)")
+        # The best of a few: other programs run on the same cores.
+        assert min(seconds) <= 0.6
