@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -45,17 +46,59 @@ def prove(template: Template) -> None:
     Raises:
         TemplateError: with the rules and the configuration that contradict.
     """
-    try:
+    prove_rules(template)
+    with _named(template):
+        for values in _sample_grid(template):
+            _prove_injective(template, values)
+
+
+def prove_rules(template: Template) -> None:
+    """The part of ``prove`` that every command can afford, without the grid.
+
+    What the grid shows for small configurations, the accounting of a plan shows for
+    the one at hand.
+
+    Raises:
+        TemplateError: as ``prove``.
+    """
+    with _named(template):
         _prove_words(template)
+        _prove_serves(template)
         for a, b in itertools.combinations(template.tensors, 2):
             if patterns_overlap(a.source, b.source):
                 raise TemplateError(f"{a.source} and {b.source} match the same name")
-        for values in _sample_grid(template):
-            _prove_injective(template, values)
-    except TemplateError as exc:
+
+
+@contextmanager
+def _named(template: Template) -> Iterator[None]:
+    """Put the template's name before what is wrong with it."""
+    try:
+        yield
+    except ValueError as exc:  # also an expression outside the language
         raise TemplateError(f"{template.template}: {exc}") from exc
-    except ValueError as exc:  # an expression outside the language
-        raise TemplateError(f"{template.template}: {exc}") from exc
+
+
+def _prove_serves(template: Template) -> None:
+    """The launch line and config.json name the algorithm and the class of the file.
+
+    The forward comparison cannot see either: it computes the class that config.json
+    names, by the algorithm of that class.
+    """
+    serves = template.serves
+    for flag, value in (
+        ("--speculative-algorithm", serves.algorithm),
+        ("--speculative-draft-model-path", "{draft}"),
+    ):
+        found = [
+            after for word, after in itertools.pairwise(serves.launch) if word == flag
+        ]
+        if found != [value]:
+            raise TemplateError(f"the launch line has {flag} {found}, not {value}")
+    for rule in template.config:
+        if rule.key == "architectures" and rule.value != [serves.architecture]:
+            raise TemplateError(
+                f"config.json would name {rule.value}, not [{serves.architecture}]"
+            )
 
 
 def _prove_words(template: Template) -> None:
@@ -171,6 +214,8 @@ def _releases(template: Template) -> Iterator[str]:
     yield template.serves.since
     yield from (feature.since for feature in template.features)
     yield from (p.since for p in template.parameters if p.since is not None)
+    older = (variable.older for variable in template.variables.values())
+    yield from (one.before for one in older if one is not None)
     for flag in template.flags:
         yield from (r for r in (flag.since, flag.before) if r is not None)
     if template.loader is not None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import yaml
 from packaging.version import InvalidVersion, Version
 
 from spec_export.findings import Finding, usage_error, warning
-from spec_export.layout.data import data_path
+from spec_export.layout.data import data_path, read_yaml
 
 
 @lru_cache(maxsize=1)
 def _known() -> dict[str, Any]:
     path = data_path("ckpt_templates") / "sglang.yaml"
-    known: dict[str, Any] = yaml.safe_load(path.read_text())
+    known: dict[str, Any] = read_yaml(path)
     return known
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-import yaml
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from spec_export.findings import Finding, error
-from spec_export.layout.data import data_path
+from spec_export.layout.data import data_path, read_yaml
 from spec_export.layout.releases import newest_known
 
 Hook = Literal["eagle3", "dflash"]
@@ -161,7 +160,7 @@ def context_length(config: Mapping[str, Any]) -> int:
 @lru_cache(maxsize=1)
 def target_classes() -> dict[str, TargetClass]:
     """The known target classes of SGLang, by architecture name."""
-    raw = yaml.safe_load((data_path("ckpt_templates") / "targets.yaml").read_text())
+    raw = read_yaml(data_path("ckpt_templates") / "targets.yaml")
     return {
         name: TargetClass.model_validate(group["class"])
         for group in raw["families"]

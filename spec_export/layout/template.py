@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from spec_export.layout.data import data_path
+from spec_export.layout.data import data_path, read_yaml
 from spec_export.layout.expressions import evaluate
 from spec_export.layout.inherit import extend
 from spec_export.layout.plan_types import Counterpart, Kind
@@ -34,13 +34,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
+class Older(_Strict):
+    """What releases of speculators before one did, which had no key for it.
+
+    Asked where the key is absent and config.json has such a ``speculators_version``.
+    """
+
+    before: str
+    value: str | int | bool
+
+
 class Variable(_Strict):
     """A name for expressions, read from the source's (or target's) configuration.
 
     Exactly one of ``source``, ``target``, ``record`` and ``expr`` says where the
     value is. ``absent`` is the value when the key is missing or null; without it
     a missing key is an error with the code ``missing``. ``record`` is where the
-    recorded recipe says what a configuration forgot. ``of: items`` makes a list of
+    recorded recipe says what a configuration forgot, ``older`` what it need not say. ``of: items`` makes a list of
     one value. ``of: state`` is ``absent``,
     ``null`` or ``value``, for readers that treat the first two differently.
     """
@@ -49,6 +59,7 @@ class Variable(_Strict):
     target: str | None = None
     expr: Expr | None = None
     record: str | None = None
+    older: Older | None = None
     type: Literal["int", "bool", "str", "float", "list"] = "int"
     of: Literal["value", "count", "items", "present", "state"] = "value"
     equal: str | None = None
@@ -377,7 +388,7 @@ def load_template(path: Path) -> Template:
 
 
 def _raw(path: Path) -> dict[str, Any]:
-    raw = yaml.safe_load(path.read_text())
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise ValueError("is not a mapping")
     if isinstance(raw.get("extends"), str):
@@ -411,15 +422,17 @@ def families() -> list[str]:
 
 @lru_cache(maxsize=16)
 def templates(speculators_type: str) -> tuple[Template, ...]:
-    """The proved templates of one draft type, stock classes before the plug-in's.
+    """The templates of one draft type, stock classes before the plug-in's.
+
+    Their rules are proved here; ``proof.prove`` of every shipped one is a test's.
 
     Raises:
         TemplateError: when a shipped template contradicts itself.
     """
     # The proof is made of the grammar above.
-    from spec_export.layout.proof import prove
+    from spec_export.layout.proof import prove_rules
 
     found = tuple(t for t in _parsed() if t.speculators_type == speculators_type)
     for template in found:
-        prove(template)
+        prove_rules(template)
     return found

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
 from spec_export.findings import Finding, error
 from spec_export.layout.expressions import ExpressionError, evaluate
 from spec_export.layout.template import Template, Variable
@@ -79,6 +81,9 @@ def _read(
     found: Any = dig(where, key)
     if found is None and variable.record is not None and recipe is not None:
         found = dig(recipe, variable.record)
+    if found is None and variable.older is not None:
+        if _written_before(source, variable.older.before):
+            found = variable.older.value
     if variable.of == "present":
         values[name] = bool(found)
         return None
@@ -108,6 +113,14 @@ def _read(
         return _wrong(key, found, "a finite number")
     values[name] = found
     return None
+
+
+def _written_before(source: Mapping[str, Any], release: str) -> bool:
+    """Whether config.json says that an older speculators wrote it."""
+    try:
+        return Version(str(source.get("speculators_version"))) < Version(release)
+    except InvalidVersion:
+        return False
 
 
 def _emptiness(config: Mapping[str, Any], key: str) -> str:

@@ -43,7 +43,7 @@ def examine() -> tuple[list[dict[str, str]], list[Finding]]:
                 "dependency-missing",
                 "speculators",
                 f"{speculators} was not tested; 0.8.1 and 0.9 were",
-                'pip install "speculators>=0.9,<0.10"',
+                'pip install "speculators>=0.8.1,<0.10"',
             )
         )
     rows.append({"what": "device", "state": _device(), "fix": ""})

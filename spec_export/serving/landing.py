@@ -34,6 +34,7 @@ _TORCH = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Parameters that a class of SGLang builds and never uses.
 _UNUSED = {
     "LlamaForCausalLMEagle3": re.compile(
@@ -121,17 +122,18 @@ def load_and_compare(
     load: Callable[[Iterable[tuple[str, torch.Tensor]]], Any],
     weights: Iterable[tuple[str, torch.Tensor]],
     folder: Path,
+    hashed: bool,
 ) -> tuple[Any, list[Finding]]:
     """Load a model and compare its parameters with the folder's manifest.
 
-    The tensors are hashed once; of the parameters one at a time is held a second time,
-    in host memory.
+    Of the parameters one at a time is held a second time, in host memory.
 
     Args:
         model: Built, not yet loaded.
         load: Its ``load_weights``.
         weights: What SGLang's loader read.
         folder: The export.
+        hashed: Whether to hash the tensors; the launcher may have hashed the files.
 
     Returns:
         What ``load`` returned, and error findings.
@@ -151,14 +153,14 @@ def load_and_compare(
         why = f"SGLang cannot load it: {type(problem).__name__} {problem}".rstrip()
         finding = error("shape-mismatch", watch.current, why, _AGAIN)
         raise DraftRefused(folder, [finding]) from problem
-    findings = _tensors(watch, manifest)
+    findings = _tensors(watch, manifest, hashed)
     findings += _dropped(watch, model)
     findings += _token_map(watch, model)
     findings += _parameters(watch, manifest, type(model).__name__, parameters)
     return result, findings
 
 
-def _tensors(watch: _Watch, manifest: Manifest) -> list[Finding]:
+def _tensors(watch: _Watch, manifest: Manifest, hashed: bool) -> list[Finding]:
     """Whether the tensors that SGLang read are the manifest's."""
     findings = []
     for name in sorted(watch.seen.keys() | manifest.tensors.keys()):
@@ -169,16 +171,18 @@ def _tensors(watch: _Watch, manifest: Manifest) -> list[Finding]:
         elif entry is None:
             why = "SGLang read it, the manifest does not have it"
             findings.append(error("tensor-unexpected", name, why, _AGAIN))
-        elif not _is(found, entry):
+        elif not _is(found, entry, hashed):
             why = "SGLang read other values than the manifest describes"
             findings.append(error("file-changed", name, why, _AGAIN))
     return findings
 
 
-def _is(tensor: torch.Tensor, entry: TensorEntry) -> bool:
+def _is(tensor: torch.Tensor, entry: TensorEntry, hashed: bool) -> bool:
     if tensor.dtype != _TORCH.get(entry.dtype) or list(tensor.shape) != entry.shape:
         return False
-    digest = hashlib.sha256(as_bytes(_bytes(tensor).numpy()))
+    if not hashed:
+        return True
+    digest = hashlib.sha256(as_bytes(_bits(tensor).numpy()))
     return digest.hexdigest() == entry.sha256
 
 
@@ -191,7 +195,7 @@ def _dropped(watch: _Watch, model: Any) -> list[Finding]:
         for name in watch.seen
         if name not in taken
         and "d2t" not in name
-        and not (name.startswith(_OPTIONAL) and not hasattr(model, _OPTIONAL))
+        and (not name.startswith(_OPTIONAL) or getattr(model, _OPTIONAL, None))
     ]
 
 
@@ -216,7 +220,9 @@ def _parameters(
     watch: _Watch, manifest: Manifest, class_name: str, parameters: dict[str, Any]
 ) -> list[Finding]:
     """Whether every parameter holds what its origin says."""
-    from_target = {entry.name for entry in manifest.provided_by_target}
+    from_target = {
+        entry.name.removeprefix("model.") for entry in manifest.provided_by_target
+    }
     unused = _UNUSED.get(class_name)
     findings = []
     for name, parameter in parameters.items():
@@ -238,30 +244,28 @@ def _landed(
 ) -> list[Finding]:
     """Whether a parameter is its tensors, whole and bit by bit, after the cast."""
     parts = [(call.args, tuple(call.kwargs.items())) for call in calls]
+    names = ", ".join(call.tensor for call in calls)
     if any(part in parts[:i] for i, part in enumerate(parts)):
-        names = ", ".join(call.tensor for call in calls)
         why = f"{names} set the same part of it; the last one wins"
         return [error("file-contradiction", name, why, "export the draft again")]
+    found = _bits(parameter.data)
     wanted = _replay(parameter, calls, loader, _PATTERN)
-    differs = _bytes(parameter.data) != wanted
-    if not differs.any():
+    if torch.equal(found, wanted):
         return []
     # Where two patterns give two results nothing was written.
-    unset = wanted != _replay(parameter, calls, loader, _PATTERN ^ 0xFF)
-    names = ", ".join(call.tensor for call in calls)
-    size = parameter.element_size()
-    if unset.any():
-        why = f"{names} set all but {int(unset.sum()) // size} of its elements"
+    unset = int((wanted != _replay(parameter, calls, loader, _PATTERN ^ 0xFF)).sum())
+    if unset:
+        why = f"{names} set all but {unset} of its elements"
         return [error("parameter-without-origin", name, why, "export the draft again")]
-    rows = differs.view(-1, size).any(-1)
-    why = f"{int(rows.sum())} of its {len(rows)} elements are not those of {names}"
+    count = int((found != wanted).sum())
+    why = f"{count} of its {len(found)} elements are not those of {names}"
     return [error("file-changed", name, why, "start the server again")]
 
 
 def _replay(
     parameter: Any, calls: list[_Call], loader: Callable[..., Any], pattern: int
 ) -> torch.Tensor:
-    """The bytes that a parameter's loader writes over a pattern, on the host."""
+    """The bits that a parameter's loader writes over a pattern, on the host."""
     held = parameter.data
     buffer = torch.empty(held.shape, dtype=held.dtype)
     buffer.view(-1).view(torch.uint8).fill_(pattern)
@@ -269,10 +273,12 @@ def _replay(
     try:
         for call in calls:
             loader(parameter, call.value, *call.args, **call.kwargs)
-        return _bytes(parameter.data)
+        return _bits(parameter.data)
     finally:
         parameter.data = held
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as integers, on the host: NaN equals NaN, and 0 not -0."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(_INTEGER[tensor.element_size()])

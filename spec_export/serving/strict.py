@@ -41,6 +41,8 @@ STRICT, ALLOW = "SPEC_EXPORT_STRICT", "SPEC_EXPORT_ALLOW"
 MODES = ("auto", "on", "off")
 # artifact.manifest.MANIFEST_NAME, which would import pydantic for one word.
 MANIFEST = "spec_export_manifest.json"
+# The folder whose files the launcher has hashed, for its child processes.
+_CHECKED = "SPEC_EXPORT_CHECKED"
 # Set on a model that was loaded: what comes later are updates of weights.
 _LOADED = "_spec_export_loaded"
 
@@ -132,6 +134,7 @@ def check_launch(draft: str | None, target: str | None, release: str) -> None:
         except SpecExportError as problem:
             raise DraftRefused(folder, problem.findings) from problem
     report(folder, result.findings)
+    os.environ[_CHECKED] = str(folder.resolve())
 
 
 def report(folder: Path, findings: Iterable[Finding]) -> None:
@@ -173,7 +176,8 @@ def load_weights(
         return load(weights)
     from spec_export.serving.landing import load_and_compare
 
-    result, findings = load_and_compare(model, load, weights, folder)
+    hashed = os.environ.get(_CHECKED) != str(folder.resolve())
+    result, findings = load_and_compare(model, load, weights, folder, hashed)
     report(folder, apply_allow(findings, allowed()))
     setattr(model, _LOADED, True)
     return result

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,7 @@ from spec_export.findings import Finding, Severity, SpecExportError, error, has_
 from spec_export.training.background import Worker
 from spec_export.training.buffer import HostBuffer
 from spec_export.training.compare import empty_draft, live_judge
-from spec_export.training.hook import (
-    INTERRUPTIONS,
-    TrainingCallback,
-    TrainingEvent,
-    fan_out,
-    hook_trainer,
-)
+from spec_export.training.hook import INTERRUPTIONS, TrainingEvent
 from spec_export.training.problems import Problems, as_findings, as_state
 from spec_export.training.ranks import agreed, on_rank0
 from spec_export.training.recipe import EverySteps, check_output_dir, parse_init_args
@@ -410,38 +404,6 @@ def write_export(
         before=before,
         known=known,
     )
-
-
-@contextlib.contextmanager
-def attach(trainer: Any, *callbacks: TrainingCallback) -> Iterator[Any]:
-    """Let callbacks see what a trainer does.
-
-    ``with attach(trainer, SGLangExport(output_dir=...)): trainer.run_training()``
-
-    Args:
-        trainer: A ``speculators.train.trainer.Trainer``.
-        callbacks: Called in order, on every rank.
-
-    Yields:
-        The trainer.
-
-    Raises:
-        SpecExportError: exit 2 if this release of speculators cannot be hooked.
-    """
-    handle = hook_trainer(trainer, fan_out(callbacks))
-    try:
-        yield trainer
-    finally:
-        handle.remove()
-        close_all(callbacks)
-
-
-def close_all(callbacks: Sequence[TrainingCallback]) -> None:
-    """Let callbacks that have a ``close`` finish what they are doing."""
-    for callback in callbacks:
-        close = getattr(callback, "close", None)
-        if close is not None:
-            close()
 
 
 def _is_finite(event: TrainingEvent) -> bool:

@@ -98,6 +98,7 @@ class TrainingCallback(Protocol):
 @dataclass
 class _State:
     started: bool = False
+    stepped: int = 0
     epoch: int | None = None
     saved: bool = False
     became_best: bool = False
@@ -188,7 +189,7 @@ def require_attributes(trainer: Any) -> None:
             "dependency-missing",
             "speculators",
             f"this release has no {', '.join(missing)}",
-            "install a release that spec-export knows: speculators>=0.9,<0.10",
+            "install a release that spec-export knows: speculators>=0.8.1,<0.10",
         )
 
 
@@ -222,7 +223,8 @@ class _Hook:
         facts = {
             "epoch": self.state.epoch,
             "local_step": 0,
-            "global_step": self.trainer.global_step,
+            # 0.8 counts a step a few lines after it: a signal may come between.
+            "global_step": max(self.trainer.global_step, self.state.stepped),
             # A whole model in float32: held no longer than until its own event.
             "gathered": self.state.gathered,
             **facts,
@@ -303,7 +305,8 @@ class _Hook:
         def _schedulers_step(*args: Any, **kwargs: Any) -> Any:
             result = schedulers_step(*args, **kwargs)
             # The weights are those of the next count, which follows a few lines on.
-            self._emit("step", global_step=self.trainer.global_step + 1)
+            self.state.stepped = self.trainer.global_step + 1
+            self._emit("step")
             return result
 
         return _schedulers_step

@@ -26,7 +26,8 @@ from spec_export.findings import (
     has_errors,
     usage_error,
 )
-from spec_export.training.callback import SGLangExport, close_all
+from spec_export.training.attach import close_all
+from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime, has_accelerator
 from spec_export.training.hook import TrainingCallback, fan_out, hook_trainer
 from spec_export.training.recipe import (

@@ -23,6 +23,7 @@ from spec_export.findings import SpecExportError, error
 from spec_export.judge import Leg
 from spec_export.training import callback as callback_module
 from spec_export.training import launch, ranks
+from spec_export.training.attach import attach
 from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime
 from spec_export.training.hook import TrainingEvent
@@ -432,7 +433,7 @@ def test_attach_from_python(tiny: Tiny, tmp_path: Path) -> None:
     trainers: list[Any] = []
 
     def run_attached(trainer: Any) -> None:
-        with callback_module.attach(trainer, exports) as attached:
+        with attach(trainer, exports) as attached:
             assert attached is trainer
             trainer.run_training()
         assert "run_training" not in vars(trainer)

@@ -211,7 +211,7 @@ def test_a_window_without_its_flag(tmp_path: Path) -> None:
 
 def test_the_wrong_target_of_the_same_shape(tmp_path: Path, draft: Draft) -> None:
     other = draft.embed.clone()
-    other[int(draft.inputs(20).token_ids[5])] *= 1.01
+    other[int(draft.inputs(20).token_ids[5]), 3] += 0.1  # RMSNorm undoes a factor
     leg = judge(write_export(tmp_path, draft), draft, embed=other)
     assert leg.verdict == "fail"
     assert "embed_tokens.weight (the target's) differs" in " ".join(leg.diagnosis)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.record import record
 from tests.serving import drafts, simulate
 from tests.serving.broken import MISTAKES, Config, Tensors, break_export
 from tests.serving.conftest import Made
@@ -60,6 +61,8 @@ def test_engine_matches_simulation(
             f"{accept_length(made.oracle):.3f}",
         )
     )
+    record("judge", variant.name, f"{made.judged:.1e}")
+    record("engine", variant.name, f"{sum(histograms)}/{len(histograms)}")
     assert made.judged <= JUDGED
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
     assert all(rounds)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.record import record
 from tests.serving import drafts, plugin_drafts, simulate
 from tests.serving.conftest import Made, MakePlugin
 from tests.serving.plugin_drafts import (
@@ -85,6 +86,8 @@ def test_plugin_matches_training(
             f"{accept_length(made.oracle):.3f}",
         )
     )
+    record("judge", variant.name, f"{made.judged:.1e}")
+    record("engine", variant.name, f"{same}/{len(found)}")
     tokens = [prompt["output_ids"] for prompt in answer["prompts"]]
     assert tokens == [text.new_tokens for text in texts]
     assert rounds == same == len(found)

@@ -100,16 +100,35 @@ def _mtp(layers: str) -> Row:
     return Row("MTP", f"{layers} layers", config, judged, "", target)
 
 
+PLAIN = "{}l-plain_output-{}-v{}"  # as tests/serving/drafts.py names them
+
+
+def _eagle3(option: str, config: dict[str, Any], variant: str) -> Row:
+    """A row whose judge and engine results one serving test recorded."""
+    return Row("EAGLE-3", option, config, variant, variant)
+
+
 ROWS = [
-    Row("EAGLE-3", "one Llama layer, draft vocabulary", eagle3()),
-    Row("EAGLE-3", "whole vocabulary", eagle3(draft_vocab_size=32)),
-    Row("EAGLE-3", "several layers", eagle3({"num_hidden_layers": 2})),
-    Row("EAGLE-3", "fc_norm", eagle3(fc_norm=True)),
-    Row("EAGLE-3", "norm_output", eagle3(norm_output=True)),
-    Row("EAGLE-3", "norm_before_fc", eagle3(norm_before_fc=True)),
-    Row("EAGLE-3", "norm_before_residual", eagle3(norm_before_residual=True)),
-    Row("EAGLE-3", "Qwen3 layers (q/k norm)", eagle3({"model_type": "qwen3"})),
-    Row("EAGLE-3", "attention_bias", eagle3({"attention_bias": True})),
+    _eagle3(
+        "one Llama layer, draft vocabulary", eagle3(), PLAIN.format(1, "none", 128)
+    ),
+    _eagle3(
+        "whole vocabulary", eagle3(draft_vocab_size=32), PLAIN.format(1, "none", 512)
+    ),
+    _eagle3(
+        "several layers", eagle3({"num_hidden_layers": 2}), PLAIN.format(2, "none", 128)
+    ),
+    _eagle3("fc_norm", eagle3(fc_norm=True), PLAIN.format(1, "fc_norm", 128)),
+    _eagle3("norm_output", eagle3(norm_output=True), "1l-norm_output-none-v128"),
+    _eagle3(
+        "norm_before_fc",
+        eagle3(norm_before_fc=True),
+        PLAIN.format(1, "norm_before_fc", 128),
+    ),
+    _eagle3("norm_before_residual", eagle3(norm_before_residual=True), "nbr"),
+    _eagle3("Qwen3 layers (q/k norm)", eagle3({"model_type": "qwen3"}), "qk-norm"),
+    _eagle3("attention_bias", eagle3({"attention_bias": True}), "attention-bias"),
+    _eagle3("mlp_bias", eagle3({"mlp_bias": True}), "mlp-bias"),
     Row("EAGLE-3", "one window for all layers", eagle3(SHORT_EAGLE)),
     Row("EAGLE-3", "mixed windows", eagle3({"num_hidden_layers": 2, **SHORT})),
     Row("DFlash", "full attention", dflash(), "dflash", "dflash"),

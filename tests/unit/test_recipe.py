@@ -48,6 +48,7 @@ def test_defaults_are_those_of_the_contract(tmp_path: Path) -> None:
         "allow": (),
         "on_error": "warn",
         "background": True,
+        "when_busy": None,
     }
 
 

@@ -163,6 +163,7 @@ def test_check_says_no_one_release_earlier(monkeypatch: pytest.MonkeyPatch) -> N
         ROOT / "recipes" / "kimi_k25_eagle3.yaml",
         target=TARGETS / "kimi_k25",
         sglang="0.5.16",
+        plugin="never",
     )
     assert not result.plan.ok
     assert "release-too-old" in {finding.code for finding in result.findings}

@@ -140,6 +140,22 @@ def test_what_fits_is_loaded(rank: int, ranks: int, tmp_path: Path) -> None:
     assert not model.norm.any()
 
 
+def test_a_model_may_collect_its_tensors_first(tmp_path: Path) -> None:
+    """As DSpark does, whose second head exists only in some modes of the server."""
+    tensors, model = make_tensors(), Draft(tmp_path)
+    tensors["confidence_head.proj.weight"] = torch.ones(4)
+    write_manifest(tmp_path, tensors)
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        Draft.load_weights(model, list(weights))
+
+    strict.load_weights(model, load, tensors.items())
+    model = Draft(tmp_path)
+    model.confidence_head = nn.Linear(4, 1)
+    with pytest.raises(strict.DraftRefused, match=r"name-dropped. confidence_head"):
+        strict.load_weights(model, load, tensors.items())
+
+
 def test_a_cast_is_compared_after_it(tmp_path: Path) -> None:
     tensors, model = make_tensors(), Draft(tmp_path)
     tensors["norm"] = torch.full((4,), 1 / 3)
@@ -194,11 +210,22 @@ def test_an_export_that_was_wrong_when_written(
     assert refused(Draft(tmp_path), tensors) == found
 
 
-def test_other_bits_than_the_manifest_says(tmp_path: Path) -> None:
+def test_other_bits_than_the_manifest_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = make_tensors()
     write_manifest(tmp_path, tensors)
     tensors["head"].view(torch.int16)[2, 1] ^= 1
     assert refused(Draft(tmp_path), tensors) == ["file-changed head"]
+    # A launcher that has hashed the files of this very folder spares a second pass.
+    monkeypatch.setenv(strict._CHECKED, str(tmp_path / "other"))
+    assert refused(Draft(tmp_path), tensors) == ["file-changed head"]
+    monkeypatch.setenv(strict._CHECKED, str(tmp_path.resolve()))
+    model = Draft(tmp_path)
+    strict.load_weights(model, model.load_weights, tensors.items())
+    assert refused(Draft(tmp_path), {**tensors, "norm": torch.ones(4)}) == [
+        "file-changed norm"
+    ]
 
 
 def test_a_token_map_that_is_not_applied(tmp_path: Path) -> None:

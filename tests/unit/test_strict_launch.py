@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ from tests.helpers import field
 from tests.helpers.cli import spec_export
 
 RELEASE = "0.5.23"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(strict._CHECKED, "")  # which a launch changes
 
 
 @pytest.fixture
@@ -45,6 +51,7 @@ def refused(export: Path, target: Path, release: str = RELEASE) -> list[str]:
 
 def test_a_good_export_starts(export: Path, target: Path) -> None:
     strict.check_launch(str(export), str(target), RELEASE)
+    assert os.environ[strict._CHECKED] == str(export)
     strict.check_launch(None, str(target), RELEASE)
     strict.check_launch("nobody/nothing", str(target), RELEASE)
 

@@ -1,0 +1,211 @@
+"""A training that is stopped and resumed at random while its disk fills and empties.
+
+``python -m tests.faults.soak --minutes 30``. Each training is a process of its own,
+with an export every few steps, and gets SIGTERM at some moment; every other one has no
+room on its disk for a while. Afterwards every export that is visible has to verify, the
+state has to be there for the next resume, and nothing may have grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.tiny import REPOSITORY, Tiny, make_tiny
+
+KEEP = 3
+
+
+@dataclass
+class Report:
+    """What a soak saw.
+
+    Attributes:
+        rounds: Trainings; ``interrupted`` of them got a signal in time.
+        exports: Exports that verified, counted again in each round.
+        failures: Exports that the full disk refused.
+        problems: What must not be; empty if all is well.
+        growth: For each export of the longest training: resident MB, threads, files.
+    """
+
+    rounds: int = 0
+    interrupted: int = 0
+    exports: int = 0
+    failures: int = 0
+    problems: list[str] = field(default_factory=list)
+    growth: list[tuple[float, int, int]] = field(default_factory=list)
+
+
+class Watch:
+    """A callback that notes what the process holds, and takes the disk's room away."""
+
+    def __init__(self, notes: Path, full: range) -> None:
+        self.notes, self.full, self.steps = notes, full, 0
+
+    def on_event(self, event: Any) -> None:
+        if event.reason != "step":
+            return
+        self.steps += 1
+        # A limit of file size refuses what a full disk refuses, and for us alone.
+        room = 20_000 if self.steps in self.full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        held = (
+            pages * resource.getpagesize() / 1e6,
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+        )
+        with self.notes.open("a") as file:
+            file.write(json.dumps(held) + "\n")
+
+
+def train(root: Path, epochs: int, full: range) -> None:
+    """One training, in this process."""
+    from spec_export.training.callback import SGLangExport
+    from tests.helpers.tiny import run_training
+
+    # Their own checkpoints are not what is tried here, and would fail on a full disk.
+    exporter = SGLangExport(
+        output_dir=root / "exports",
+        every={"steps": 2},
+        keep_last=KEEP,
+        compare={"on": "never"},
+    )
+    flags = make_tiny().flags(root / "run", "--epochs", str(epochs))
+    run_training(flags, Watch(root / "notes", full), exporter)
+    print(json.dumps([str(problem) for problem in exporter.errors]))
+
+
+def one_round(root: Path, report: Report, dice: random.Random) -> None:
+    """Train, interrupt, look."""
+    report.rounds += 1
+    (root / "notes").unlink(missing_ok=True)
+    start = dice.randint(2, 4)
+    full = (start, start + 3) if dice.random() < 0.5 else (0, 0)
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.faults.soak", "--train", str(root)),
+            *("--epochs", str(2 + report.rounds), "--full", *map(str, full)),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait = dice.uniform(0.2, 3.0)
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        if (root / "notes").exists():
+            time.sleep(wait)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                report.interrupted += 1
+            break
+        time.sleep(0.05)
+    out, err = process.communicate(timeout=180)
+    if process.returncode:
+        report.problems.append(
+            f"round {report.rounds}: exit {process.returncode} {err[-800:]}"
+        )
+        return
+    report.failures += len(json.loads(out.splitlines()[-1]))
+    notes = [tuple(json.loads(n)) for n in (root / "notes").read_text().splitlines()]
+    if len(notes) > len(report.growth):
+        report.growth = notes
+    look(root / "exports", report)
+
+
+def look(output_dir: Path, report: Report) -> None:
+    """Every visible export verifies, and there are not more than there should be."""
+    from spec_export.findings import has_errors
+    from spec_export.serving.verify import verify
+
+    if not output_dir.is_dir():
+        return
+    steps = [p for p in output_dir.iterdir() if p.name.startswith("step-")]
+    for path in steps:
+        if has_errors(verify(path, files_only=True).findings):
+            report.problems.append(
+                f"round {report.rounds}: {path.name} does not verify"
+            )
+        report.exports += 1
+    for link in ("latest", "best"):
+        if (output_dir / link).is_symlink() and not (output_dir / link).exists():
+            report.problems.append(f"round {report.rounds}: {link} leads nowhere")
+    # Of each run `best` and `latest` may be kept beyond the newest.
+    runs = len(list(output_dir.glob(".spec_export_run-*.json")))
+    if len(steps) > runs * (KEEP + 2):
+        report.problems.append(f"round {report.rounds}: {len(steps)} exports are left")
+    left = [p.name for p in output_dir.glob(".*") if "spec_export_run-" not in p.name]
+    if len(left) > 1:  # one may be of the process that just ended
+        report.problems.append(f"round {report.rounds}: left behind {left}")
+
+
+def leaks(growth: list[tuple[float, int, int]]) -> list[str]:
+    """What grew over the second half of a training."""
+    if len(growth) < 8:
+        return []
+    middle, end = growth[len(growth) // 2], growth[-1]
+    names = ("resident MB", "threads", "open files")
+    allowed = (max(20.0, 0.1 * middle[0]), 2, 4)
+    return [
+        f"{name} grew from {a} to {b}"
+        for name, a, b, more in zip(names, middle, end, allowed, strict=True)
+        if b > a + more
+    ]
+
+
+def soak(minutes: float, seed: int = 0) -> Report:
+    """Train and interrupt for some minutes."""
+    report, dice = Report(), random.Random(seed)
+    make_tiny()
+    root = Path(tempfile.mkdtemp(prefix="spec-export-soak-"))
+    deadline = time.monotonic() + 60 * minutes
+    try:
+        while time.monotonic() < deadline:
+            one_round(root, report, dice)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    report.problems += leaks(report.growth)
+    return report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--train", type=Path)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--full", type=int, nargs=2, default=(0, 0))
+    chosen = parser.parse_args()
+    if chosen.train is not None:
+        train(chosen.train, chosen.epochs, range(*chosen.full))
+        return 0
+    report = soak(chosen.minutes, chosen.seed)
+    print(
+        f"{report.rounds} trainings, {report.interrupted} interrupted, "
+        f"{report.exports} exports verified, {report.failures} refused by a full disk"
+    )
+    if report.growth:
+        print(f"first and last of {len(report.growth)} steps: MB, threads, files")
+        print(report.growth[0], report.growth[-1])
+    print("\n".join(report.problems) or "no problem")
+    return bool(report.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
