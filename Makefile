@@ -13,6 +13,9 @@ SGLANG_VENV ?= .venv-sglang
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+COMPAT_VENV ?= .venv-compat
+COMPAT_INSTALLED := $(COMPAT_VENV)/.installed
+COMPAT_CONSTRAINTS := requirements/constraints-0.8.1.txt
 PIP_FLAGS := -qq --no-input --disable-pip-version-check
 CONSTRAINTS := requirements/constraints.txt
 SGLANG_FILES := $(wildcard tests/serving/requirements*.txt)
@@ -29,7 +32,7 @@ export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
 .PHONY: help install demo test test-serving test-serving-all test-contract \
-	test-contract-all test-faults bench quality style clean
+	test-contract-all test-compat test-faults bench quality style clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -113,6 +116,29 @@ test-contract: $(INSTALLED) ## our rules against the files of some SGLang releas
 test-contract-all: $(INSTALLED) ## ... of all SGLang releases
 	$(BIN)/python -m pytest tests/contract $(PYTEST)
 
+# The oldest speculators that we train with; its pins and those of the newest do not
+# meet. torchvision: as above.
+$(COMPAT_INSTALLED): pyproject.toml $(COMPAT_CONSTRAINTS)
+	@start=$$(date +%s)
+	echo "installing the oldest speculators into $(COMPAT_VENV) ..."
+	rm -rf $(COMPAT_VENV)
+	$(PYTHON) -m venv $(COMPAT_VENV)
+	pip="$(COMPAT_VENV)/bin/python -m pip"
+	c="-c $(COMPAT_CONSTRAINTS)"
+	$$pip install $(PIP_FLAGS) $$c "$$(grep '^torch==' $(COMPAT_CONSTRAINTS))"
+	$$pip install $(PIP_FLAGS) $$c hatchling editables
+	$$pip install $(PIP_FLAGS) $$c --no-build-isolation \
+		-e '.[train]' jsonschema pytest pytest-timeout
+	if ! $(COMPAT_VENV)/bin/python -c 'import torchvision, torchaudio' 2>/dev/null; then
+		$$pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio
+	fi
+	touch $@
+	echo "install the oldest speculators: $$(($$(date +%s) - start)) s"
+
+test-compat: $(COMPAT_INSTALLED) ## the hook and two drafts under speculators 0.8.1
+	$(COMPAT_VENV)/bin/python -m pytest tests/compat tests/e2e/test_training_hook.py \
+		$(PYTEST)
+
 test-faults: $(INSTALLED) ## broken files, full disks, interrupted writes
 	$(BIN)/python -m pytest tests/faults $(PYTEST)
 
@@ -129,6 +155,6 @@ style: $(INSTALLED) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 clean: ## remove environments, caches and what the demo made
-	rm -rf $(VENV) $(SGLANG_VENV) build dist demo_out .mypy_cache .pytest_cache \
-		.ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(COMPAT_VENV) build dist demo_out .mypy_cache \
+		.pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

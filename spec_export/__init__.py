@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from spec_export.artifact.manifest import Manifest
-    from spec_export.training.callback import SGLangExport, attach
+    from spec_export.training.attach import attach
+    from spec_export.training.callback import SGLangExport
 
 __version__ = "0.1.0"
 __all__ = ["SGLangExport", "__version__", "attach", "read_manifest"]
@@ -25,8 +26,12 @@ def read_manifest(folder: str) -> Manifest:
 
 def __getattr__(name: str) -> Any:
     # Training pulls in torch and speculators; a deployer has neither.
-    if name in ("SGLangExport", "attach"):
-        from spec_export.training import callback
+    if name == "SGLangExport":
+        from spec_export.training.callback import SGLangExport
 
-        return getattr(callback, name)
+        return SGLangExport
+    if name == "attach":
+        from spec_export.training.attach import attach
+
+        return attach
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

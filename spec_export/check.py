@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spec_export.artifact.compose import facts_of_target
 from spec_export.artifact.resolve import resolve_target
-from spec_export.artifact.target import Target, open_target
-from spec_export.export import facts_of_target
+from spec_export.artifact.target import open_target
 from spec_export.findings import Finding, check_allow, warning
 from spec_export.layout.accounting import expected_tensors
 from spec_export.layout.plan import PluginChoice, make_plan
@@ -65,8 +65,9 @@ def check_recipe(
         The plan and its findings.
 
     Raises:
-        SpecExportError: exit 2 for a recipe that does not parse; exit 1 when the
-            target's configuration is needed and missing.
+        SpecExportError: exit 2 for a recipe that does not parse and a ``target``
+            that is not there; exit 1 when the configuration of the recipe's target
+            is needed and missing.
     """
     from spec_export.training.draft_config import resolve_draft
     from spec_export.training.recipe import check_output_dir, read_recipe
@@ -78,11 +79,12 @@ def check_recipe(
         sglang, plugin = sglang or settings.sglang, plugin or settings.plugin
     check_allow(allow)
     release, findings = parse_release(sglang)
+    explicit = open_target(target) if target is not None else None
     draft = resolve_draft(recipe, target)
     if settings is not None:
         check_output_dir(settings.output_dir, draft.save_path)
     findings += draft.findings
-    opened = _open(target, draft.verifier)
+    opened = explicit or resolve_target(draft.verifier, None)[0]
     tensors = expected_source(draft.config)
     plan = make_plan(
         draft.config,
@@ -118,12 +120,6 @@ def expected_source(config: dict[str, Any]) -> dict[str, TensorInfo]:
 
 # Variables that only the target's configuration has; shapes do not depend on them.
 _TARGETS_OWN = frozenset({"num_hidden_layers"})
-
-
-def _open(target: Path | None, verifier: str) -> Target | None:
-    if target is not None:
-        return open_target(target)
-    return resolve_target(verifier, None)[0]
 
 
 def _bytes(shape: tuple[int, ...], kind: str) -> int:

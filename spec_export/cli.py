@@ -84,6 +84,35 @@ def _say(outcome: Outcome) -> None:
     _OUTCOME.append(outcome)
 
 
+def _device(value: str) -> str:
+    if value not in ("auto", "cpu", "cuda"):
+        raise usage_error(
+            "option-invalid", "--device", f"{value!r}", "one of auto, cpu, cuda"
+        )
+    return value
+
+
+def _folder(path: Path) -> Path:
+    """A model's folder, with a manifest or without.
+
+    Raises:
+        SpecExportError: exit 2, ``path-missing``.
+    """
+    name = path.name or str(path)
+    if not path.is_dir():
+        raise usage_error("path-missing", name, f"{path} is not a folder")
+    if not any(
+        (path / n).exists() for n in ("spec_export_manifest.json", "config.json")
+    ):
+        raise usage_error(
+            "path-missing",
+            name,
+            f"{path} holds no model",
+            "give the folder of one export, such as OUTPUT_DIR/best",
+        )
+    return path
+
+
 def _plugin(value: str | None, default: str | None = "auto") -> Any:
     if value is None:
         return default
@@ -119,7 +148,8 @@ def check(
 ) -> None:
     """Before any training: can what this recipe will train be served?"""
     if not recipe.is_file():
-        raise usage_error("path-missing", str(recipe), "is not a file")
+        name = recipe.name or str(recipe)
+        raise usage_error("path-missing", name, f"{recipe} is not a file")
     _need("speculators")
     from spec_export.check import check_recipe
     from spec_export.report.screen import plan_text
@@ -179,6 +209,7 @@ def finalize(
     from spec_export.finalize import finalize as run
     from spec_export.report.screen import final_text
 
+    device = _device(device)
     if merge is not None:
         _merge(
             source,
@@ -247,6 +278,7 @@ def verify(
     from spec_export.serving.verify import verify as run
 
     check_allow(allow or ())
+    device = _device(device)
     if compare:
         from spec_export import comparison
 
@@ -288,9 +320,14 @@ def show(
     from spec_export.report import screen
     from spec_export.serving.launch import launch_argv, launch_line
 
-    if not folder.is_dir():
-        raise usage_error("path-missing", str(folder), "is not a folder")
-    content = Manifest.read(folder)
+    if tensors + launch + manifest > 1:
+        raise usage_error(
+            "option-invalid",
+            "--tensors, --launch, --manifest",
+            "they exclude one another",
+            "give one of them",
+        )
+    content = Manifest.read(_folder(folder))
     if launch:
         argv = launch_argv(content, folder, target)
         _say(Outcome([], {"launch": argv}, launch_line(content, folder, target), True))
@@ -313,10 +350,7 @@ def diff(
     from spec_export.report.screen import diff_text
     from spec_export.serving.diff import diff as run
 
-    for folder in (a, b):
-        if not folder.is_dir():
-            raise usage_error("path-missing", str(folder), "is not a folder")
-    found = run(a, b)
+    found = run(_folder(a), _folder(b))
     _say(
         Outcome(
             [],
@@ -334,7 +368,10 @@ def doctor(as_json: Json = False) -> None:
     from spec_export.report.doctor import examine
 
     rows, findings = examine()
-    text = "\n".join(f"{r['what']:<14} {r['state']}" for r in rows)
+    text = "\n".join(
+        f"{r['what']:<14} {r['state']}" + (f": {r['fix']}" if r["fix"] else "")
+        for r in rows
+    )
     _say(Outcome(findings, {"checks": rows}, text, True))
 
 
@@ -357,7 +394,20 @@ _ADDS = {
     "check": ("plan", "min_version", "requires_plugin"),
     "verify": ("status", "verdict"),
     "diff": ("differences",),
+    "doctor": ("checks",),
 }
+
+
+def _command(argv: list[str]) -> str:
+    return next((a for a in argv if not a.startswith("-")), "")
+
+
+def _adds(argv: list[str]) -> tuple[str, ...]:
+    command = _command(argv)
+    if command != "show":
+        return _ADDS.get(command, ())
+    asked = (n for n in ("launch", "tensors", "manifest") if f"--{n}" in argv)
+    return (next(asked, "manifest"),)
 
 
 def _print_findings(findings: Iterable[Finding]) -> None:
@@ -367,13 +417,13 @@ def _print_findings(findings: Iterable[Finding]) -> None:
             print(f"  hint: {f.hint}", file=sys.stderr)
 
 
-def _finish(command: str, as_json: bool, outcome: Outcome, code: int) -> int:
-    if as_json:
+def _finish(argv: list[str], outcome: Outcome, code: int) -> int:
+    if "--json" in argv and _command(argv) != "train":
         payload = {
             "ok": code == 0,
-            "command": command,
+            "command": _command(argv),
             "findings": [f.to_json() for f in outcome.findings],
-            **dict.fromkeys(_ADDS.get(command, ())),
+            **dict.fromkeys(_adds(argv)),
             **outcome.data,
         }
         print(json.dumps(payload))
@@ -407,13 +457,11 @@ def run(argv: list[str]) -> int:
     Returns:
         The exit code of design.md 4.
     """
-    command = next((a for a in argv if not a.startswith("-")), "")
-    as_json = "--json" in argv and command != "train"
     _OUTCOME.clear()
     try:
         code = app(argv, prog_name="spec-export", standalone_mode=False)
     except UsageProblem as exc:
-        return _finish(command, as_json, _usage(exc), 2)
+        return _finish(argv, _usage(exc), 2)
     except typer.Exit as exc:
         return int(exc.exit_code)
     except typer.Abort:
@@ -421,20 +469,21 @@ def run(argv: list[str]) -> int:
     except SpecExportError as exc:
         failed = any(f.code == "comparison-failed" for f in exc.findings)
         data = {"verdict": "fail"} if failed else {}
-        return _finish(command, as_json, Outcome(exc.findings, data), exc.exit_code)
+        return _finish(argv, Outcome(exc.findings, data), exc.exit_code)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except SystemExit as exc:
-        return exc.code if isinstance(exc.code, int) else 1
+        return int(exc.code or 0) if not isinstance(exc.code, str) else 1
     except Exception as exc:
-        if os.environ.get("SPEC_EXPORT_DEBUG") == "1":
+        # What goes wrong in a training goes wrong as under `speculators train`.
+        if os.environ.get("SPEC_EXPORT_DEBUG") == "1" or _command(argv) == "train":
             raise
-        return _finish(command, as_json, _bug(exc), 101)
+        return _finish(argv, _bug(exc), 101)
     if not _OUTCOME:
         return int(code or 0)
     outcome = _OUTCOME.pop()
     failed = has_errors(outcome.findings) or not outcome.answer
-    return _finish(command, as_json, outcome, 1 if failed else 0)
+    return _finish(argv, outcome, 1 if failed else 0)
 
 
 def _bug(exc: Exception) -> Outcome:

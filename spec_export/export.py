@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from spec_export.artifact import manifest as m
+from spec_export.artifact.compose import compose, facts_of_target, saved_as
 from spec_export.artifact.disk import disk_errors, hash_file, write_file
 from spec_export.artifact.dtypes import cast_blocks, choose_dtype, config_name
 from spec_export.artifact.publish import (
@@ -29,7 +28,6 @@ from spec_export.artifact.roles import (
     derived_blocks,
     read_facts,
     saved_blocks,
-    saved_dtype,
 )
 from spec_export.artifact.source import Source
 from spec_export.artifact.target import Target
@@ -50,9 +48,7 @@ from spec_export.findings import (
 from spec_export.judge.verdict import Leg, LegName, not_run
 from spec_export.layout.plan import PluginChoice, deviations, make_plan
 from spec_export.layout.plan_types import Placement, Plan
-from spec_export.layout.releases import newest_known, parse_release
-from spec_export.layout.targets import TargetFacts, target_facts
-from spec_export.layout.transforms import spelled
+from spec_export.layout.releases import parse_release
 
 Status = Literal["saved", "final"]
 Place = Literal["new", "replace", "step"]
@@ -97,18 +93,6 @@ class ExportResult:
     manifest: m.Manifest
     findings: list[Finding] = field(default_factory=list)
     plan: Plan | None = None
-
-
-def facts_of_target(target: Target | None) -> TargetFacts | None:
-    """What the layout has to know of an opened target."""
-    if target is None:
-        return None
-    head: Literal["own", "tied", "packed", "missing"] = "missing"
-    if target.has_weights and target.find("head") is not None:
-        head = "tied" if target.head_is_tied else "own"
-        if target.packed("head"):
-            head = "packed"
-    return target_facts(target.config, head)
 
 
 def plan_source(source: Source, target: Target | None, options: ExportOptions) -> Plan:
@@ -196,7 +180,7 @@ def export_source(
     if has_errors(findings):
         raise SpecExportError(findings)
     assert target is not None  # the plan needs its configuration
-    manifest = _manifest(source, target, plan, facts, dtype, options)
+    manifest = compose(source, target, plan, facts, dtype)
     with Staging(destination.parent, destination.name) as staging:
         rows = target_ids(source.read("d2t")) if "d2t" in source.tensors else None
         written = write_weights(
@@ -353,20 +337,13 @@ def _entries(
     return [
         Entry(
             placement.name,
-            _saved_dtype(source, placement, dtype),
+            saved_as(source, placement, dtype),
             placement.shape,
             lambda p=placement: _blocks(source, target, p, dtype, rows),  # type: ignore[misc]
             facts.sha256[placement.key],
         )
         for placement in plan.placements
     ]
-
-
-def _saved_dtype(source: Source, placement: Placement, dtype: str) -> str:
-    name = placement.key
-    if placement.transform is not None or name.startswith("target:"):
-        return dtype
-    return saved_dtype(source.tensors[name], placement.kind, dtype)
 
 
 def _blocks(
@@ -386,126 +363,3 @@ def _blocks(
             yield from cast_blocks(piece, dtype)
         return
     yield from saved_blocks(source.read(name), placement.kind, dtype)
-
-
-def _manifest(
-    source: Source,
-    target: Target | None,
-    plan: Plan,
-    facts: Facts,
-    dtype: str,
-    options: ExportOptions,
-) -> m.Manifest:
-    record = source.record
-    tensors = {}
-    for placement in plan.placements:
-        name = placement.key
-        tensors[placement.name] = m.TensorEntry(
-            role=facts.roles.get(name),  # type: ignore[arg-type]
-            source=list(placement.sources),
-            transform=(
-                spelled(placement.transform, placement.arguments)
-                if placement.transform is not None
-                else None
-            ),
-            declared_trainable=_any_of(record.requires_grad, placement),
-            in_optimizer=_any_of(record.in_optimizer, placement),
-            changed_in_training=_any_of(record.changed, placement),
-            equals_target=facts.equals.get(name),
-            vocab_axis=placement.vocab_axis,
-            dtype=_saved_dtype(source, placement, dtype),
-            shape=list(placement.shape),
-            sha256=facts.sha256[name],
-        )
-    provided = [
-        m.Provided(
-            name=p.name,
-            shape=list(p.shape),
-            dtype=dtype,
-            sha256=facts.sha256.get(p.source or ""),
-            role=facts.roles.get(p.source or "", "frozen"),  # type: ignore[arg-type]
-            counterpart=p.counterpart,
-        )
-        for p in plan.from_target
-    ]
-    return m.Manifest(
-        run_id=record.run_id or uuid.uuid4().hex,
-        status="saved",
-        serving=m.Serving(
-            min_version=plan.min_version,
-            reasons=plan.reasons,
-            max_known_version=newest_known(),
-            algorithm=plan.algorithm,
-            architecture=plan.architecture,
-            requires_plugin=plan.requires_plugin,
-            launch=plan.launch,
-            notes=plan.notes,
-        ),
-        target_model=_target_model(target),
-        tensors=tensors,
-        provided_by_target=provided,
-        dropped=[
-            m.Dropped(name=f.source, shape=list(f.shape), reason=f.reason or "")
-            for f in plan.fates
-            if f.fate == "dropped"
-        ],
-        config_changes=[
-            m.ConfigChangeEntry(key=c.key, to=c.to, rule=c.rule, **{"from": c.from_})
-            for c in plan.config_changes
-        ],
-        vocab=m.Vocab(
-            draft_size=plan.vocab.get("draft_size"),
-            target_size=plan.vocab.get("target_size"),
-            encoding="offset" if "d2t" in source.tensors else None,
-            digests={n: facts.sha256[n] for n in ("d2t", "t2d") if n in facts.sha256},
-        ),
-        training=m.Training(
-            speculators_version=record.speculators_version,
-            global_step=record.global_step,
-            epoch=record.epoch,
-            metrics=record.metrics,
-            recipe=record.recipe,
-            recipe_digest=record.recipe_digest,
-            packages={**record.packages, "spec-export": own_version()},
-        ),
-    )
-
-
-def _any_of(known: Mapping[str, bool] | None, placement: Placement) -> bool | None:
-    """A fact of the tensors that one was made of; None where none is known."""
-    facts = (
-        [known[name] for name in placement.sources if name in known] if known else []
-    )
-    return any(facts) if facts else None
-
-
-def _target_model(target: Target | None) -> m.TargetModel:
-    if target is None:
-        return m.TargetModel()
-    known = facts_of_target(target)
-    assert known is not None
-    digests = m.TargetDigests()
-    if target.has_weights:
-        digests = m.TargetDigests(
-            embedding=target.digest("embedding"),
-            head=target.digest("head"),
-            norm=target.digest("norm"),
-        )
-    return m.TargetModel(
-        name=target.name,
-        revision=target.revision,
-        architectures=target.architectures,
-        num_hidden_layers=known.num_hidden_layers,
-        hidden_size=known.hidden_size,
-        vocab_size=known.vocab_size,
-        head=None if known.head == "missing" else known.head,
-        digests=digests,
-    )
-
-
-def own_version() -> str:
-    """The installed release of spec-export."""
-    try:
-        return version("spec-export")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0.0.0"

@@ -10,6 +10,7 @@ from typing import Any
 
 from spec_export.artifact import manifest as m
 from spec_export.artifact.disk import replace_file, write_file
+from spec_export.artifact.dtypes import choose_dtype
 from spec_export.artifact.publish import Staging, publish_new, replace_existing
 from spec_export.artifact.resolve import (
     ResolvedSource,
@@ -20,6 +21,7 @@ from spec_export.artifact.runs import failed_exports
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import Target, open_target
 from spec_export.artifact.verify_files import verify_files
+from spec_export.artifact.writer import parse_size
 from spec_export.export import (
     ExportOptions,
     ExportResult,
@@ -38,9 +40,16 @@ from spec_export.findings import (
     usage_error,
 )
 from spec_export.judge.verdict import Leg, not_run
+from spec_export.layout.plan import deviations
+from spec_export.layout.releases import parse_release
+from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import dig
 from spec_export.report.card import CARD_NAME, model_card
-from spec_export.serving.verify import path_findings
+from spec_export.serving.verify import (
+    path_findings,
+    release_findings,
+    target_findings,
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ def _export(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
         name if isinstance(name, str) else None, resolved.folder, options.target
     )
     before = [*resolved.findings, *source.findings, *findings]
+    _keep_inputs(options.output, resolved.folder, target)
     before += path_findings(options.output)
     judge = checkpoint_judge(source, target, options) if options.compare else None
     try:
@@ -156,6 +166,26 @@ def _export(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
         result.manifest,
         result.findings,
     )
+
+
+def _keep_inputs(output: Path, source: Path, target: Target | None) -> None:
+    """With ``--force``: what is read must not be what is replaced.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists``.
+    """
+    place = output.resolve()
+    inputs = {"the checkpoint": source.resolve()}
+    if target is not None:
+        inputs["the target"] = target.path.resolve()
+    for what, folder in inputs.items():
+        if folder.is_relative_to(place):
+            raise usage_error(
+                "output-exists",
+                output.name,
+                f"{output} is {what} itself, or holds it; --force would delete it",
+                "take another --output",
+            )
 
 
 def _withdraw(result: ExportResult, options: FinalizeOptions) -> None:
@@ -189,7 +219,9 @@ def _finish(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
     """Finish an export in place, or a copy of it; weights are not rewritten."""
     folder = resolved.folder
     manifest = m.Manifest.read(folder)
-    findings = [*resolved.findings, *verify_files(folder, manifest)]
+    release, findings = parse_release(options.export.sglang)
+    _check_fixed(manifest, options.export)
+    findings += [*resolved.findings, *verify_files(folder, manifest)]
     if resolved.kind == "output_dir":
         findings += failed_exports(folder.parent, manifest.run_id, folder)
     if manifest.status == "failed":
@@ -204,24 +236,69 @@ def _finish(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
     if has_errors(findings):
         raise SpecExportError(findings)
     target = _target_of_export(manifest, folder, options)
+    if options.export.sglang is not None:
+        findings += release_findings(manifest, release)
+    if options.target is not None:
+        findings += target_findings(manifest, target)
+    findings = apply_allow(findings, options.export.allow)
+    if has_errors(findings):
+        raise SpecExportError(findings)
     legs = dict(manifest.comparison)
     if options.compare:
         leg = _compare_again(folder, manifest, target, options)
         findings += leg.findings
         if leg.verdict == "fail" and not has_errors(findings):
             findings.append(error("comparison-failed", "layout", leg.reason))
-        legs["layout"] = m.Leg.model_validate(leg.to_json())
+        # The bytes are those of the manifest: what was found about them once holds.
+        if leg.ran or not legs.get("layout", m.Leg(ran=False)).ran:
+            legs["layout"] = m.Leg.model_validate(leg.to_json())
     findings += path_findings(options.output or folder)
     findings = apply_allow(findings, options.export.allow)
     if has_errors(findings):
         raise SpecExportError(findings)
     manifest.status, manifest.comparison = "final", legs
+    accepted = deviations(findings, options.export.allow)
+    manifest.deviations += [
+        m.Deviation(code=f.code, detail=f"{f.subject}: {f.message}", allowed_by=f.code)
+        for f in accepted
+        if f.code not in {d.code for d in manifest.deviations}
+    ]
     kept = [f for f in manifest.findings if f.code not in {x.code for x in findings}]
     manifest.findings = [*kept, *(m.FindingEntry(**f.to_json()) for f in findings)]
     output = _write_final(folder, manifest, options)
     return FinalizeResult(
         _described(resolved), output, _verdict_of(manifest), manifest, findings
     )
+
+
+def _check_fixed(manifest: m.Manifest, options: ExportOptions) -> None:
+    """Refuse options that would need other weights than the export has.
+
+    Raises:
+        SpecExportError: exit 2, ``option-invalid``.
+    """
+    hint = "finalize the checkpoint that it was made from"
+    if options.max_shard_size is not None:
+        parse_size(options.max_shard_size)  # of what is written, which is nothing
+    held = [TensorInfo(n, t.dtype, tuple(t.shape)) for n, t in manifest.tensors.items()]
+    casts = choose_dtype(held, options.dtype).casts if options.dtype else ()
+    if casts:
+        raise usage_error(
+            "option-invalid",
+            "--dtype",
+            f"{casts[0].name} is {casts[0].from_} in the export, and finishing it "
+            "rewrites no weights",
+            hint,
+        )
+    needed = manifest.serving.requires_plugin
+    if options.plugin == ("never" if needed else "always"):
+        raise usage_error(
+            "option-invalid",
+            "--plugin",
+            f"{options.plugin}: the export is written for "
+            f"{manifest.serving.architecture}, and finishing it rewrites nothing",
+            hint,
+        )
 
 
 def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -> Path:

@@ -159,6 +159,8 @@ class Leg(_Part):
     positions: int | None = None
     steps: int | None = None
     metrics: Any = None
+    free_running: Any = None
+    acceptance: dict[str, float] | None = None
     tolerance: Any = None
     verdict: str | None = None
     diagnosis: list[str] = []

@@ -192,7 +192,7 @@ def _look(
     *,
     may_be_zero: bool,
 ) -> _Look:
-    """Digest, impossible values and equality with the target; kind None: not written."""
+    """Digest, bad values, equality with the target; kind None is not written."""
     tensor = source.tensors[name]
     scanned = scan(saved_blocks(source.read(name), kind or "float", dtype))
     problems = _cast(source, tensor, dtype) if kind == "float" else []

@@ -93,14 +93,13 @@ def capture_problems(
     found = captured_layers(config, target, release)
     if found is None or found == sorted(trained):
         return []
-    return [
-        f"SGLang would take the features after layers {found}, training took them "
-        f"after {sorted(trained)} (config key eagle_config or dflash_config)"
-    ]
+    where = "config key eagle_config or dflash_config"
+    said = f"SGLang would take the features after layers {found}, training took them"
+    return [f"{said} after {sorted(trained)} ({where})"]
 
 
 def _text(target: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("text_config", "llm_config"):
+    for key in ("text_config", "llm_config", "language_config"):
         if isinstance(target.get(key), Mapping):
             return target[key]
     return target
@@ -132,10 +131,8 @@ def dtype_problems(folder: Path, dtype: str) -> list[str]:
         return []
     name = min(wrong)
     more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return [
-        f"{name}{more} holds {wrong[name]}, and SGLang computes in {dtype} (config "
-        "key dtype)"
-    ]
+    computes = f"SGLang computes in {dtype} (config key dtype)"
+    return [f"{name}{more} holds {wrong[name]}, and {computes}"]
 
 
 def blind_inputs(inputs: Inputs, *, block: bool = False) -> str | None:

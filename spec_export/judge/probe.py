@@ -7,6 +7,7 @@ classes.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import math
 import threading
@@ -22,8 +23,8 @@ from torch import nn
 from spec_export.findings import SpecExportError, error
 from spec_export.judge.block_probe import block_logits, is_block
 from spec_export.judge.inputs import Inputs
-from spec_export.judge.mtp_probe import is_mtp, main_weight, mtp_logits
 from spec_export.judge.modes import OwnRandomness
+from spec_export.judge.mtp_probe import is_mtp, main_weight, mtp_logits
 from spec_export.judge.stored_probe import Probe, load_probe, save_probe
 
 __all__ = [
@@ -156,7 +157,7 @@ def empty_module(checkpoint_config: Mapping[str, Any]) -> nn.Module:
     path, name = MODULES[kind]
     cls = getattr(importlib.import_module(path), name)
     config = cls.config_class(**copy.deepcopy(dict(checkpoint_config)))
-    config.transformer_layer_config._attn_implementation = "eager"
+    config.transformer_layer_config._attn_implementation, _ = _dense_attention()
     with init_empty_weights():
         model: nn.Module = cls(config)
     return model
@@ -216,14 +217,30 @@ def _probing(draft: Any, device: torch.device) -> Iterator[None]:
             if draft._attn_impl == "simple_flex_attention":
                 # Flex attention pads to whole blocks and needs a compiler to be
                 # affordable; the mask is the same.
-                draft._attn_impl = layer_config._attn_implementation = "eager"
-                draft._create_mask_fn = _float_mask
+                draft._attn_impl, draft._create_mask_fn = _dense_attention()
+                layer_config._attn_implementation = draft._attn_impl
             yield
         finally:
             draft._attn_impl, draft._create_mask_fn = before[0], before[1]
             layer_config._attn_implementation = before[2]
             for submodule, mode in modes.items():
                 submodule.training = mode
+
+
+@functools.cache
+def _dense_attention() -> tuple[str, Callable[..., torch.Tensor]]:
+    """The attention that computes what flex attention does, and its masks.
+
+    In speculators 0.8 eager attention hides nothing of an EAGLE-3 draft's own tokens:
+    the columns that each step adds to the mask are 1 and 0 instead of 0 and -inf.
+    """
+    from speculators.models.eagle3 import attention
+    from torch.nn.attention.flex_attention import create_mask
+
+    grown = attention.extend_dense_mask_for_draft_tokens(torch.zeros(1, 1, 2, 2), 2)
+    if grown[0, 0, 0, 3] == -math.inf:
+        return "eager", _float_mask
+    return "sdpa", create_mask
 
 
 def _float_mask(mask_mod: Any, **sizes: Any) -> torch.Tensor:

@@ -69,6 +69,9 @@ class Leg:
         metrics: One entry per step.
         free_running: One entry per step of greedy chains in which the drafted tokens
             are fed back through each side's own token map.
+        acceptance: Mean acceptance length of greedy chains on the training and on the
+            serving side; None unless the rows are recorded ones, whose tokens are the
+            target's.
         tolerance: What was allowed.
         diagnosis: On failure, sentences that name the stage and the tensor.
         notes: What a reader should know about the way it was compared.
@@ -86,6 +89,7 @@ class Leg:
     steps: int = 0
     metrics: tuple[StepMetrics, ...] = ()
     free_running: tuple[StepMetrics, ...] = ()
+    acceptance: dict[str, float] | None = None
     tolerance: Tolerance | None = None
     diagnosis: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -50,9 +50,9 @@ class Variable(_Strict):
     Exactly one of ``source``, ``target``, ``record`` and ``expr`` says where the
     value is. ``absent`` is the value when the key is missing or null; without it
     a missing key is an error with the code ``missing``. ``record`` is where the
-    recorded recipe says what a configuration forgot, ``older`` what it need not say. ``of: items`` makes a list of
-    one value. ``of: state`` is ``absent``,
-    ``null`` or ``value``, for readers that treat the first two differently.
+    recorded recipe says what a configuration forgot, ``older`` what it need not say.
+    ``of: items`` makes a list of one value. ``of: state`` is ``absent``, ``null`` or
+    ``value``, for readers that treat the first two differently.
     """
 
     source: str | None = None

@@ -81,9 +81,9 @@ def _read(
     found: Any = dig(where, key)
     if found is None and variable.record is not None and recipe is not None:
         found = dig(recipe, variable.record)
-    if found is None and variable.older is not None:
-        if _written_before(source, variable.older.before):
-            found = variable.older.value
+    older = variable.older
+    if found is None and older is not None and _written_before(source, older.before):
+        found = older.value
     if variable.of == "present":
         values[name] = bool(found)
         return None

@@ -128,7 +128,10 @@ def _add_models(registry: ModuleType) -> None:
         old = False
     if old:
         raise RuntimeError("the model class needs SGLang >= 0.5.12")
-    registry.ModelRegistry.register(MODELS, overwrite=True, strict=True)
+    # Not through ModelRegistry.register, which imports all of SGLang's models first
+    # where SGLANG_EXTERNAL_MODEL_PACKAGE has made that unnecessary.
+    ours = registry.import_model_classes(MODELS, strict=True)
+    registry.ModelRegistry.models.update(ours)
 
 
 def _hook_loader(loader: ModuleType) -> None:

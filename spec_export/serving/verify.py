@@ -12,12 +12,14 @@ from typing import Any
 from packaging.version import Version
 
 from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
-from spec_export.artifact.target import Target
+from spec_export.artifact.target import Role, Target
 from spec_export.artifact.values import check_vocab_map
 from spec_export.artifact.verify_files import verify_files
 from spec_export.artifact.weights import WeightFiles, read_json
 from spec_export.findings import (
+    CODES,
     Finding,
+    Severity,
     SpecExportError,
     apply_allow,
     error,
@@ -76,7 +78,7 @@ def verify(
             for files that cannot be read.
     """
     if not folder.is_dir():
-        raise usage_error("path-missing", str(folder), "is not a folder")
+        raise usage_error("path-missing", folder.name, f"{folder} is not a folder")
     release, findings = parse_release(sglang)
     findings += path_findings(folder)
     manifest = _manifest(folder, files_only, findings)
@@ -85,9 +87,10 @@ def verify(
         wrong = verify_files(folder, manifest)
         whole = not has_errors(wrong)
         findings += [*wrong, *_status(manifest), *_claims(manifest)]
+        findings += _accepted(manifest)
         if not files_only:
-            findings += _release(manifest, release)
-            findings += _same_target(manifest, target)
+            findings += release_findings(manifest, release)
+            findings += target_findings(manifest, target)
     # What leads out of the folder is not followed.
     if not files_only and not any(f.code == "path-escape" for f in findings):
         try:
@@ -96,8 +99,8 @@ def verify(
             if not has_errors(findings):
                 raise
             # What is wrong with the files says already why they cannot be read.
-            told = {(f.code, f.subject) for f in findings}
-            findings += [f for f in problem.findings if (f.code, f.subject) not in told]
+            told = {f.subject for f in findings if f.severity is Severity.ERROR}
+            findings += [f for f in problem.findings if f.subject not in told]
     leg = manifest.comparison.get("layout") if manifest is not None else None
     if not whole:
         leg = None  # what was compared is not what lies here
@@ -167,6 +170,18 @@ def _status(manifest: Manifest) -> list[Finding]:
     return []
 
 
+def _accepted(manifest: Manifest) -> list[Finding]:
+    """What is known not to be as trained, for those who did not accept it."""
+    out = []
+    for deviation in manifest.deviations:
+        subject, _, message = deviation.detail.partition(": ")
+        # Which target is served is for the deployer to say again.
+        if deviation.code in CODES and deviation.code != "target-differs":
+            hint = "accepted by name when the export was written"
+            out.append(warning(deviation.code, subject, message, hint))
+    return out
+
+
 def _claims(manifest: Manifest) -> list[Finding]:
     """A recorded verdict that its own numbers contradict: edited, or not ours."""
     out = []
@@ -197,7 +212,8 @@ def _number(held: Any, key: str) -> float | None:
     return value if plain else None
 
 
-def _release(manifest: Manifest, release: Version) -> list[Finding]:
+def release_findings(manifest: Manifest, release: Version) -> list[Finding]:
+    """Whether a release serves an export, and with what."""
     serving = manifest.serving
     out = []
     try:
@@ -234,7 +250,8 @@ def _release(manifest: Manifest, release: Version) -> list[Finding]:
     return out
 
 
-def _same_target(manifest: Manifest, target: Target | None) -> list[Finding]:
+def target_findings(manifest: Manifest, target: Target | None) -> list[Finding]:
+    """Whether a target is the one of the training, by its digests."""
     if target is None:
         return []
     if not target.has_weights:
@@ -249,7 +266,7 @@ def _same_target(manifest: Manifest, target: Target | None) -> list[Finding]:
         ]
     recorded = manifest.target_model.digests
     for role in ("embedding", "head", "norm"):
-        wanted = getattr(recorded, role)
+        wanted = getattr(recorded, role) or _as_trained(manifest, target, role)
         found = target.digest(role)
         if wanted is not None and found is not None and wanted != found:
             return [
@@ -263,6 +280,23 @@ def _same_target(manifest: Manifest, target: Target | None) -> list[Finding]:
                 )
             ]
     return []
+
+
+def _as_trained(manifest: Manifest, target: Target, role: Role) -> str | None:
+    """The digest of what training used, where the export saw no target weights.
+
+    It was taken at the saved dtype, so it says something about a target of that dtype.
+    """
+    tensor = target.find(role)
+    for provided in manifest.provided_by_target:
+        if (
+            tensor is not None
+            and provided.counterpart == role
+            and provided.dtype == tensor.dtype
+            and tuple(provided.shape) == tensor.shape
+        ):
+            return provided.sha256
+    return None
 
 
 def _contents(

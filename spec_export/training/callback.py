@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from spec_export.export import (
     ExportOptions,
     ExportResult,
     Judge,
-    export_source,
     plan_source,
 )
 from spec_export.findings import Finding, Severity, SpecExportError, error, has_errors
@@ -41,6 +40,7 @@ from spec_export.training.snapshot import (
     take_snapshot,
     training_id,
 )
+from spec_export.training.write import write_export
 
 logger = logging.getLogger(__name__)
 
@@ -372,38 +372,6 @@ class SGLangExport:
             dtype=self.config.dtype,
             max_shard_size=self.config.max_shard_size,
         )
-
-
-def write_export(
-    snapshot: Snapshot,
-    target: Target | None,
-    options: ExportOptions,
-    destination: Path,
-    judge: Judge | None,
-    before: Sequence[Finding] = (),
-    known: Known | None = None,
-) -> ExportResult:
-    """Write a snapshot through the pipeline that ``finalize`` uses too.
-
-    Args:
-        snapshot: The draft.
-        target: Its target, if its configuration is at hand.
-        options: The user's choices.
-        destination: ``<output_dir>/step-<8 digits>``.
-        judge: Compares what was written with the live module.
-        before: Findings to record: what went wrong since the last export.
-        known: What earlier exports saw of frozen tensors.
-    """
-    return export_source(
-        snapshot,
-        target,
-        options,
-        destination,
-        judge=judge,
-        place="step",
-        before=before,
-        known=known,
-    )
 
 
 def _is_finite(event: TrainingEvent) -> bool:

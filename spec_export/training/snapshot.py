@@ -172,7 +172,8 @@ class RunMemory:
         Args:
             trainer: The trainer, after it has loaded what it resumes from.
             values: ``saved_values`` of its model.
-            file: The state file, one for each training; read if the trainer resumes this very run.
+            file: The state file, one for each training; read if the trainer resumes
+                this very run.
         """
         resumes = bool(
             trainer.resume_from_checkpoint and trainer.checkpointer.previous_epoch != -1

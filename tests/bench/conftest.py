@@ -14,10 +14,6 @@ import pytest
 ROWS: list[str] = []
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "bench: measures and compares with a bound")
-
-
 @pytest.fixture(scope="session")
 def size() -> str:
     """``SPEC_EXPORT_BENCH`` says how large: 0.1B, 0.3B or 1.1B parameters."""

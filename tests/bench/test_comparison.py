@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,7 +52,9 @@ def watched() -> Iterator[Peak]:
         thread.join()
 
 
-def test_forward_comparison_of_an_8b_draft(tmp_path: Path) -> None:
+def test_forward_comparison_of_an_8b_draft(
+    tmp_path: Path, row: Callable[[str], None]
+) -> None:
     config = checkpoint_config(LARGE, DRAFT_VOCAB, 1)
     values = values_of(empty_module(config), LARGE["vocab_size"], DRAFT_VOCAB)
     write_export(tmp_path, config, values)
@@ -92,8 +94,8 @@ def test_forward_comparison_of_an_8b_draft(tmp_path: Path) -> None:
     probe = sum(file.stat().st_size for file in (tmp_path / "probe").iterdir())
     assert leg.passed, leg.reason
     assert leg.tolerance is not None
-    print(
-        f"\ncomparison, 8B target's EAGLE-3 (hidden 4096, draft vocabulary 32000): "
+    row(
+        f"comparison, 8B target's EAGLE-3 (hidden 4096, draft vocabulary 32000): "
         f"{seconds:.1f} s ({cpu:.1f} s of CPU) for {leg.positions} positions x "
         f"{leg.steps} steps; {more / 1e6:.0f} MB beyond the two models; largest "
         f"difference {max(m.max_rel for m in leg.metrics):.1e} of the range, allowed "
@@ -101,7 +103,8 @@ def test_forward_comparison_of_an_8b_draft(tmp_path: Path) -> None:
         f"{repeated:.1f} s"
     )
     assert again.passed, again.reason
-    assert seconds <= SECONDS
+    # On two cores that nobody else uses; the clock would measure the others as well.
+    assert cpu <= 2 * SECONDS
     assert more <= BYTES
     assert probe <= PROBE_BYTES
     assert leg.tolerance.max_rel <= 1e-3  # calibrated, and believed by a deployer

@@ -62,6 +62,7 @@ def trainer(files: Any, tmp_path: Path) -> Any:
     )
 
 
+@pytest.mark.timeout(3600)
 def test_stall_of_an_export(
     trainer: Any, tmp_path: Path, rounds: int, row: Any, monkeypatch: Any
 ) -> None:
@@ -85,10 +86,14 @@ def test_stall_of_an_export(
     exporter.on_event(TrainingEvent("start", trainer, None, 0, 0))
     ours: list[float] = []
     theirs: list[float] = []
+    checkpointer, optimizers = trainer.checkpointer, trainer.optimizers
+
+    def save() -> None:
+        checkpointer.save_checkpoint(trainer.model, optimizers, 0)
+
     for step in range(1, rounds + 2):
         trainer.optimizers[0].step()
-        save = trainer.checkpointer.save_checkpoint
-        theirs.append(timed(lambda: save(trainer.model, trainer.optimizers, 0)))
+        theirs.append(timed(save))
         event = TrainingEvent("epoch", trainer, 0, 0, step)
         if step == rounds + 1:
             monkeypatch.setattr(disk.os, "fsync", counted_sync)

@@ -21,7 +21,6 @@ from spec_export.training.snapshot import (
     saved_values,
 )
 
-
 STATE_FILE = "state.json"
 
 

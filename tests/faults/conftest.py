@@ -77,7 +77,7 @@ class Desk:
     def calls(self) -> list[str]:
         """The calls of an export to which nothing happens, in order."""
         found = self.trial(log=True)
-        assert (found["code"], found["outcome"]) == (0, "new"), self.stderr()
+        assert (found["code"], found["outcome"]) == (0, "new"), found["said"]
         return Path(f"{found['output_dir']}.log").read_text().splitlines()
 
     def close(self) -> None:

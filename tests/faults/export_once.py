@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Trial:
         log: Write the calls to a file beside the output_dir.
         refill: Remove ``ballast`` beside the output_dir before training goes on.
         broken: Publish as if there were no protocol: the control of all trials.
+        said: What the process answered, if it lived.
     """
 
     source: str
@@ -77,6 +79,7 @@ class Trial:
     log: bool = False
     refill: bool = False
     broken: bool = False
+    said: str = ""
 
     def run(self) -> int:
         """Do it in a forked process.
@@ -85,16 +88,20 @@ class Trial:
             Its exit code: 0, REFUSED (an error for users), CRASHED (any other one), or
             minus the signal that ended it.
         """
+        reads, writes = os.pipe()
         pid = os.fork()
         if not pid:
             code = CRASHED
             try:
-                code = self._act()
+                code = self._act(writes)
             finally:
                 os._exit(code)
+        os.close(writes)
+        with open(reads, errors="replace") as pipe:
+            self.said = pipe.read()
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
-    def _act(self) -> int:
+    def _act(self, answers: int) -> int:
         import resource
 
         if self.limit is not None:
@@ -117,12 +124,10 @@ class Trial:
                 Path(self.source), Path(self.target), Path(self.output_dir), self.step
             )
         except SpecExportError as problem:
-            print(problem, file=sys.stderr)
+            os.write(answers, str(problem).encode())
             return REFUSED
         except BaseException:
-            import traceback
-
-            traceback.print_exc()
+            os.write(answers, traceback.format_exc().encode())
             return CRASHED
         finally:
             if self.log:
@@ -206,6 +211,7 @@ def answer(trial: Trial) -> dict[str, Any]:
     later = look(output_dir)
     return {
         "code": code,
+        "said": trial.said,
         "outcome": state.outcome,
         "half": state.half,
         "went_on": went_on and later.steps == [step_name(4)] and not later.half,

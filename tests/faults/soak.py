@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.tiny import REPOSITORY, Tiny, make_tiny
+from tests.helpers.tiny import REPOSITORY, make_tiny
 
 KEEP = 3
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.faults.soak import leaks, soak
 
 
+@pytest.mark.timeout(3600)
 def test_a_minute_of_signals_and_full_disks(row: Any) -> None:
     report = soak(1.0, seed=1)
     assert report.problems == []

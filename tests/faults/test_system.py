@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.faults.conftest import Desk
 from tests.faults.export_once import REFUSED, look
 from tests.helpers.tiny import REPOSITORY
@@ -50,7 +52,7 @@ def test_an_output_dir_on_another_device(desk: Desk, row: Any) -> None:
         finally:
             if not mounted:
                 shutil.rmtree(place)
-    assert (found["code"], found["outcome"]) == (0, "new"), desk.stderr()
+    assert (found["code"], found["outcome"]) == (0, "new"), found["said"]
     assert found["half"] == [] and found["went_on"]
     row("output_dir on another device", found["outcome"])
 
@@ -69,8 +71,8 @@ def test_a_full_disk(desk: Desk, row: Any) -> None:
             found,
             desk.stderr(),
         )
-        assert found["half"] == [] and found["went_on"], desk.stderr()
-        assert "disk-full" in desk.stderr()
+        assert found["half"] == [] and found["went_on"], found["said"]
+        assert "disk-full" in found["said"]
     row("full tmpfs, then freed", found["outcome"])
 
 
@@ -93,6 +95,7 @@ def has_strace() -> bool:
 _STRIDES = {"fsync": 3, "write": 7}  # each takes a process of its own
 
 
+@pytest.mark.timeout(3600)
 def test_killed_by_the_kernel_at_each_call(desk: Desk, row: Any) -> None:
     """strace kills at the n-th call below the output_dir; no shim of ours is in it."""
     if not has_strace():

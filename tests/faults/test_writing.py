@@ -16,6 +16,7 @@ from tests.faults.export_once import REFUSED
 KILLED = -signal.SIGKILL
 
 
+@pytest.mark.timeout(3600)
 def test_killed_before_and_after_each_call(desk: Desk, row: Any) -> None:
     calls = desk.calls()
     kinds = Counter(call.split()[0] for call in calls)
@@ -31,7 +32,7 @@ def test_killed_before_and_after_each_call(desk: Desk, row: Any) -> None:
             where = f"{mode} call {at}: {call}"
             assert found["code"] == KILLED, where
             assert found["half"] == [], where
-            assert found["went_on"], (where, desk.stderr())
+            assert found["went_on"], (where, found["said"])
             assert found["left"] == [], where
             outcomes.setdefault(mode, []).append(found["outcome"])
     for mode, seen in outcomes.items():
@@ -55,6 +56,7 @@ def test_the_trials_notice_a_half_export(desk: Desk) -> None:
     assert "half" in outcomes
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO", "EDQUOT", "EROFS"])
 def test_each_call_fails_once(desk: Desk, row: Any, code: str) -> None:
     calls = desk.calls()
@@ -63,9 +65,9 @@ def test_each_call_fails_once(desk: Desk, row: Any, code: str) -> None:
         found = desk.trial(at=at, mode="error", errno=getattr(errno, code))
         where = f"{code} at call {at}: {call}"
         # Deleting what is old may fail without anybody's loss.
-        assert found["code"] in (0, REFUSED), (where, desk.stderr())
+        assert found["code"] in (0, REFUSED), (where, found["said"])
         assert found["half"] == [], where
-        assert found["went_on"], (where, desk.stderr())
+        assert found["went_on"], (where, found["said"])
         assert found["left"] == [], where
         seen[found["outcome"]] += 1
     assert seen["old"] and seen["new"]
@@ -79,7 +81,7 @@ def test_a_limit_of_file_size(desk: Desk, row: Any) -> None:
     found = desk.trial(limit=2000)
     assert (found["code"], found["outcome"]) == (REFUSED, "old")
     assert found["half"] == [] and found["went_on"] and found["left"] == []
-    assert "disk-full" in desk.stderr()
+    assert "disk-full" in found["said"]
     row("EFBIG (RLIMIT_FSIZE)", found["outcome"])
 
 
@@ -92,8 +94,8 @@ def test_a_folder_that_cannot_be_written_to(desk: Desk, row: Any) -> None:
         found = desk.trial(user=user)
     finally:
         desk.template.chmod(0o755)
-    assert (found["code"], found["outcome"]) == (REFUSED, "old"), desk.stderr()
-    assert "output-unwritable" in desk.stderr()
+    assert (found["code"], found["outcome"]) == (REFUSED, "old"), found["said"]
+    assert "output-unwritable" in found["said"]
     row("read-only output_dir", found["outcome"])
 
 
@@ -116,5 +118,5 @@ def test_a_clock_that_goes_back(desk: Desk, row: Any) -> None:
         for file, when in zip(files, times, strict=True):
             os.utime(file, (when, when))
     assert (found["code"], found["outcome"]) == (0, "new")
-    assert found["half"] == [] and found["went_on"], desk.stderr()
+    assert found["half"] == [] and found["went_on"], found["said"]
     row("clock set back by a day", found["outcome"])

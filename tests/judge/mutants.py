@@ -73,7 +73,8 @@ class Case:
         template: Whose rules apply.
         draft: speculators' module with its configuration.
         source: Keys of the source's config.json that differ from the module's.
-        allowed: Whether an error of the plan is expected (a draft made for a refusal).
+        refused: Whether the plan has to refuse it, and the judge to fail it if the
+            plan does not.
         slim: Tensors that the source leaves to the target.
     """
 
@@ -81,7 +82,7 @@ class Case:
     template: str
     draft: Draft
     source: Mapping[str, Any]
-    allowed: bool = False
+    refused: bool = False
     slim: tuple[str, ...] = ()
 
     @cached_property
@@ -222,8 +223,24 @@ def servable() -> list[Case]:
             ),
             {},
         ),
-        Case("feature", plugin, make_draft(1, 96, aux_ids=(3,), fc_norm=True), {}),
+        Case(
+            "feature",
+            plugin,
+            make_draft(1, 96, aux_ids=(3,), fc_norm=True, layer={"head_dim": 16}),
+            {},
+        ),
     ]
+
+
+def alone() -> list[Case]:
+    """Drafts with one feature each, so that no other one demands its release too."""
+    made = {
+        "layers": make_draft(2),
+        "four": make_draft(1, aux_ids=(1, 3, 4, 6)),
+        "fc_norm": make_draft(1, fc_norm=True),
+        "output": make_draft(1, norm_output=True),
+    }
+    return [Case(name, "eagle3-llama", draft, {}) for name, draft in made.items()]
 
 
 def refused() -> list[Case]:
@@ -238,7 +255,9 @@ def refused() -> list[Case]:
         "attention bias": make_draft(1, layer={"attention_bias": True}),
         "mlp bias": make_draft(1, layer={"mlp_bias": True}),
     }
-    return [Case(name, stock, draft, {}, allowed=True) for name, draft in made.items()]
+    plugged = Case("gelu", "eagle3-plugin", made["gelu"], {}, refused=True)
+    cases = [Case(name, stock, draft, {}, refused=True) for name, draft in made.items()]
+    return [*cases, plugged]
 
 
 # --- mutants of what was written ------------------------------------------------------

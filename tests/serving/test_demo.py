@@ -1,4 +1,4 @@
-"""The demo's own export, served: from the recipe to the real engine, nothing made by hand.
+"""The demo's own export, served: from the recipe to the real engine, all by itself.
 
 The recipe of ``make demo`` is trained for one epoch by the real trainer with our
 callback, finalized, and served; the simulation uses the checkpoint that speculators

@@ -1,20 +1,33 @@
-"""The real MTP class of SGLang takes every tensor of an export.
+"""The real MTP classes of SGLang: they take every tensor and compute what was trained.
 
-Its forward needs a whole Qwen3-Next target, whose linear attention has no CPU path in
-SGLang 0.5.23 ("extra_buffer requires platform support for Mamba cache state
-snapshots"); the judge's reference stands for it. Qwen3.5's class does not import
-without ``sgl_kernel``'s compiled ``fused_sigmoid_mul_cpu``.
+No server: it would need the whole target, whose linear attention SGLang 0.5.23 refuses
+on a CPU ("extra_buffer requires platform support for Mamba cache state snapshots").
+``mtp_check.py`` lets SGLang's loader fill the class and calls its own forward, with
+plain stand-ins for the attention kernel and for the kernels that need a GPU or
+``sgl_kernel``'s compiled part: the gate of the shared expert, and for Qwen3.5 the norms
+of the heads and the output gate.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import pytest
 from safetensors.torch import load_file, save_file
 
 from spec_export import cli
-from tests.helpers.mtp import make_mtp, make_target
-from tests.serving.sglang_process import Engine
+from tests.helpers.mtp import TARGETS, make_mtp, make_target
+from tests.serving.sglang_process import (
+    HERE,
+    REPOSITORY,
+    Engine,
+    sglang_environment,
+    sglang_python,
+)
 
 PLAIN = dict.fromkeys(
     (
@@ -27,6 +40,31 @@ PLAIN = dict.fromkeys(
 )
 
 
+def _export(root: Path, kind: str) -> tuple[Path, Path]:
+    verifier = make_target(root / "verifier", kind)
+    checkpoint = make_mtp(root / "checkpoint", verifier, kind)
+    out = root / "export"
+    arguments = ["finalize", str(checkpoint), "--output", str(out), "--no-compare"]
+    arguments += ["--target", str(verifier), "--dtype", "float32"]
+    assert cli.run([*arguments, "--allow", "mtp-first-step"]) == 0
+    return verifier, out
+
+
+def _forward(server: Path, verifier: Path, draft: Path) -> dict[str, Any]:
+    """What ``mtp_check.py`` says, in a process of its own."""
+    shim = sglang_environment()["PYTHONPATH"]
+    ran = subprocess.run(
+        [sglang_python(), HERE / "mtp_check.py", server, verifier, draft],
+        env=sglang_environment() | {"PYTHONPATH": f"{shim}{os.pathsep}{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
 def _load(engine: Engine, target: Path, draft: Path) -> dict[str, object]:
     # The server's own arguments are those of a plain target: only the class counts.
     job = {"do": "load", "target": str(target), "drafts": [str(draft)], "extra": PLAIN}
@@ -37,12 +75,7 @@ def _load(engine: Engine, target: Path, draft: Path) -> dict[str, object]:
 def test_qwen3_next_takes_every_tensor(
     engine: Engine, target: Path, tmp_path: Path
 ) -> None:
-    verifier = make_target(tmp_path / "verifier", "qwen3_next")
-    checkpoint = make_mtp(tmp_path / "checkpoint", verifier, "qwen3_next")
-    out = tmp_path / "export"
-    arguments = ["finalize", str(checkpoint), "--output", str(out), "--no-compare"]
-    arguments += ["--target", str(verifier), "--dtype", "float32"]
-    assert cli.run([*arguments, "--allow", "mtp-first-step"]) == 0
+    _, out = _export(tmp_path, "qwen3_next")
     given = {"class": "Qwen3NextForCausalLMMTP", "ignored": []}
     shared = ["lm_head.weight", "model.embed_tokens.weight"]
     assert _load(engine, target, out) == {**given, "unset": shared}
@@ -51,3 +84,12 @@ def test_qwen3_next_takes_every_tensor(
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     unset = _load(engine, target, out)["unset"]
     assert unset == [*shared, "model.layers.0.mlp.experts.w13_weight"]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_forward_of_the_real_class(target: Path, tmp_path: Path, kind: str) -> None:
+    verifier, out = _export(tmp_path, kind)
+    found = _forward(target, verifier, out)
+    family = "Qwen3Next" if kind == "qwen3_next" else "Qwen3_5"
+    assert found["class"] == f"{family}ForCausalLMMTP"
+    assert found["difference"] <= 1e-5 and found["swapped"] > 1e-2

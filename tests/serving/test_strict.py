@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving import drafts, plugin_drafts
-from tests.serving.conftest import Made, MakePlugin
+from tests.serving import blocks, drafts, plugin_drafts, simulate
+from tests.serving.conftest import Made, MakePlugin, export_draft
 from tests.serving.plugin_drafts import (
     BIASED,
     DEFAULT,
@@ -119,23 +119,29 @@ def test_strict_on_checks_drafts_of_others(
 # --- after loading, and in other releases ------------------------------------------
 
 
-def check_release(
-    target: Path, exports: list[Path], installed: dict[str, str], wheel: Path | None
+def run_beside_sglang(
+    script: str, environment: dict[str, str], *arguments: Path
 ) -> dict[str, Any]:
-    """What ``release_check.py`` prints, the drafts in the order given."""
-    path = installed["PYTHONPATH"]
-    environment = sglang_environment() | {
-        "PYTHONPATH": path if wheel is None else f"{wheel}:{path}"
-    }
+    """What a script of this folder prints in SGLang's Python."""
     done = subprocess.run(
-        [sglang_python(), HERE / "release_check.py", target, *exports],
-        env=environment,
+        [sglang_python(), HERE / script, *arguments],
+        env=sglang_environment() | environment,
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def check_release(
+    target: Path, exports: list[Path], installed: dict[str, str], wheel: Path | None
+) -> dict[str, Any]:
+    """What ``release_check.py`` prints, the drafts in the order given."""
+    path = installed["PYTHONPATH"]
+    variables = {"PYTHONPATH": path if wheel is None else f"{wheel}:{path}"}
+    answer = run_beside_sglang("release_check.py", variables, target, *exports)
     answer["drafts"] = list(answer["drafts"].values())
     return answer
 
@@ -212,6 +218,47 @@ def test_older_releases_load_and_compute(
     answer = check_release(target, exports, installed, wheel(release))
     assert answer["sglang"] == release
     assert_loads_and_computes(answer, WINDOWS)
+
+
+@pytest.mark.wide
+def test_ranks_compare_their_slices(installed: dict[str, str], target: Path) -> None:
+    answer = run_beside_sglang("shards_check.py", installed, target)
+    assert len(answer["right"]) == 4  # two ranks, two dtypes
+    assert not any(answer["right"].values())
+    # Whether a bias is sliced depends on the layer; every matrix is.
+    wrong = {f"file-changed {layer}.weight" for layer in ("qkv", "gate_up", "o_proj")}
+    assert wrong <= set(answer["wrong"])
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", ["dflash-mixed", "dflash2", "dspark-rnn"])
+def test_stock_block_drafts_start(
+    name: str,
+    installed: dict[str, str],
+    target: Path,
+    texts: list[simulate.Continuation],
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    variant = next(v for v in blocks.VARIANTS if v.name == name)
+    checkpoint, export = tmp_path / "checkpoint", tmp_path / "export"
+    blocks.make_checkpoint(variant, target, texts, checkpoint)
+    export_draft(checkpoint, export, target)
+    flags = {
+        "speculative_algorithm": variant.algorithm,
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_draft_attention_backend": "intel_amx",
+    }
+    environment = installed | {"SPEC_EXPORT_BLOCK_DRAFTS": "1"}
+    with PluginEngine(tmp_path / "engine.log", environment) as engine:
+        answer = engine.attempt(target, export, prompts[:1], NEW_TOKENS, None, **flags)
+        assert "error" not in answer, answer["log"][-3000:]
+        assert answer["prompts"][0]["output_ids"] == texts[0].new_tokens
+        broken = plugin_drafts.flipped(export, tmp_path / "flipped")
+        answer = engine.attempt(target, broken, prompts[:1], NEW_TOKENS, None, **flags)
+        assert "error[file-changed]" in answer["error"]
 
 
 # --- the server as people start it -------------------------------------------------

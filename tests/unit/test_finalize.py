@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from spec_export import read_manifest
 from tests.helpers import field
@@ -134,6 +135,24 @@ def test_a_target_without_weights_is_a_warning_and_its_facts_are_null(
     manifest = read_manifest(str(tmp_path / "out"))
     assert manifest.target_model.digests.embedding is None
     assert manifest.tensors["lm_head.weight"].role is None
+
+
+def test_another_target_is_told_even_if_finalize_saw_none(tmp_path: Path) -> None:
+    target = field.make_target(tmp_path / "T0", weights=False)
+    whole = field.make_target(tmp_path / "whole")
+    draft = field.write_draft(
+        tmp_path / "E0", field.draft_config(target), field.draft_tensors(whole)
+    )
+    out = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", out, "--no-compare").code == 0
+    assert spec_export("verify", out, "--target", whole).code == 0
+    other = field.make_target(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({k: v + 1 for k, v in weights.items()}, other / "model.safetensors")
+    ran = spec_export("verify", out, "--target", other)
+    assert ran.code == 1 and "target-differs" in ran.codes("error")
+    allowed = spec_export("verify", out, "--target", other, "--allow", "target-differs")
+    assert allowed.code == 0, allowed.data
 
 
 def test_a_mistral_path_is_a_warning(draft: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -221,25 +221,24 @@ def test_an_sglang_without_hooks_is_one_warning(
 
 
 def test_an_old_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Registry(ModuleType):
-        class ModelRegistry:
-            @staticmethod
-            def register(*args: object, **kwargs: object) -> None:
-                called.append((args, kwargs))
-
-    called: list[object] = []
+    registry = ModuleType("registry")
+    models: dict[str, object] = {"Other": object}
+    registry.ModelRegistry = SimpleNamespace(models=models)  # type: ignore[attr-defined]
+    registry.import_model_classes = (  # type: ignore[attr-defined]
+        lambda package, strict: {package: strict}
+    )
     sglang = ModuleType("sglang")
     monkeypatch.setitem(sys.modules, "sglang", sglang)
     for version in ("0.5.11", "0.5.11.post1"):
         sglang.__version__ = version  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match=r"SGLang >= 0\.5\.12"):
-            plugin._add_models(Registry("registry"))
-    assert called == []
+            plugin._add_models(registry)
+        assert models == {"Other": object}
     for version in ("0.5.12", "0.6.0.dev1", "main"):
         sglang.__version__ = version  # type: ignore[attr-defined]
-        plugin._add_models(Registry("registry"))
-    models = ("spec_export.serving.models",)
-    assert called == [(models, {"overwrite": True, "strict": True})] * 3
+        models.pop("spec_export.serving.models", None)
+        plugin._add_models(registry)
+        assert models == {"Other": object, "spec_export.serving.models": True}
 
 
 def test_the_entry_point_imports_nothing_heavy() -> None:
