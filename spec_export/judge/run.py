@@ -45,7 +45,7 @@ from spec_export.judge.modes import (
     jittered,
     rounded_to,
 )
-from spec_export.judge.mtp_probe import first_step_note, main_weight
+from spec_export.judge.mtp_probe import first_step_note, jitters, main_weight
 from spec_export.judge.parts import (
     NEWEST,
     PROBE_NOTE,
@@ -343,9 +343,11 @@ def cast_leg(
         rounded = training_logits(live_module, inputs, steps)
     metrics = compare_logits(live, rounded, inputs.rows())
     del rounded
-    with ChangedWeights(jittered(saved_dtype)):
-        noisy = training_logits(live_module, inputs, steps)
-    noise = compare_logits(live, noisy, inputs.rows())
+    noise: list[StepMetrics] = []
+    for seed in jitters(draft):
+        with ChangedWeights(jittered(saved_dtype, seed)):
+            noisy = training_logits(live_module, inputs, steps)
+        noise += compare_logits(live, noisy, inputs.rows())
     what = f"random errors of half a unit of {dtype_name(saved_dtype)} in each weight"
     tolerance = calibrated(noise, weight.dtype, NARROW_FACTOR, what)
     problems = not_finite(live_module, saved_dtype)

@@ -110,11 +110,24 @@ def make_plan(
             "plugin-needed",
             "--plugin",
             f"stock SGLang is not exact here ({', '.join(reasons)}); the export is "
-            "written for the spec-export plug-in",
-            "pip install spec-export on the server",
+            f"written for the spec-export plug-in: exact, at the price of installing "
+            f"spec-export on every server (SGLang >= {second.min_version}). A stock "
+            "server refuses the folder; --plugin never refuses the draft",
+            "pip install spec-export on the server; for a stock server: "
+            + "; ".join(_other_ways(plan)),
         )
     )
     return second
+
+
+def _other_ways(plan: Plan) -> list[str]:
+    """What the errors of a plan say one could do instead, without the plug-in."""
+    hints = [
+        f.hint.split(", or export for")[0]
+        for f in plan.findings
+        if f.severity is Severity.ERROR and f.hint is not None
+    ]
+    return list(dict.fromkeys(hints))
 
 
 def _first_exact(stock: list[Template], attempt: Callable[..., Plan]) -> Plan:

@@ -114,7 +114,10 @@ def test_rope_spellings(release: str, config: dict[str, Any], theta: float) -> N
 def test_dtype_spellings(
     tmp_path: Path, release: str, config: dict[str, Any], dtype: str
 ) -> None:
-    reference = load(tmp_path, release=release, fc_norm=False, **config)
+    # A head as large as the vocabulary: before 0.5.4.post2 another size has to be a
+    # multiple of 64.
+    whole = {"vocab_size": 48, "fc_norm": False}
+    reference = load(tmp_path, release=release, **whole, **config)
     assert reference.config.dtype == dtype
     rounded = DRAFT.weights["fc.weight"].to(getattr(torch, dtype)).float()
     assert torch.equal(reference.weights["fc.weight"], rounded)
@@ -216,3 +219,10 @@ def test_dynamic_rope_is_a_static_base() -> None:
     table = Rope(read_config(raw, "0.5.23", window=None))
     base = 1000.0 * 3 ** (8 / 6)
     assert table.frequencies[1].item() == pytest.approx(base ** (-2 / 8))
+
+
+def test_padded_logits_of_old_releases(tmp_path: Path) -> None:
+    """They were cropped to the vocabulary of the target, not of the draft."""
+    with pytest.raises(ServingError, match="its padding shows"):
+        load(tmp_path, release="0.5.4", fc_norm=False)
+    load(tmp_path, release="0.5.4.post2", fc_norm=False)

@@ -92,8 +92,6 @@ RULES = {
     r"refuse: (config-invalid|target-hidden-size): .*": NEVER,
     r"refuse: (tie-flag-dropped|quantization-dropped): .*": INFORMS,
     r"features: .*: (when true|when negated)": DEMANDS,
-    r"features: own head of odd size: .*": "releases before 0.5.4.post2 showed padded "
-    "logits of the server's own kernels, which no reference computes",
     r"flags: \['--disable-cuda-graph'\]: .*": "it concerns CUDA graphs of releases "
     "before 0.5.11, which the newest release's line does not have",
     r"flags: \['--speculative-draft-model-quantization', 'unquant'\]: .*": "SGLang "

@@ -36,6 +36,7 @@ SINCE: dict[str, Release] = {
     "target_head": (0, 5, 2, 0),
     "rope_parameters": (0, 5, 10, 0),
     "dtype_key": (0, 5, 4, 1),
+    "cropped": (0, 5, 4, 2),
 }
 # transformers 5.0.0rc0 under a model that read the older spelling only.
 ROPE_LOST: Release = (0, 5, 6, 1)
@@ -207,6 +208,12 @@ def read_config(
     from_target = draft_vocab is None and not tied
     if draft_vocab is None and (tied or number < SINCE["target_head"]):
         raise ServingError("draft_vocab_size is null: TypeError")
+    padded = draft_vocab is not None and int(draft_vocab) % 64 and not tied
+    if padded and draft_vocab != raw.get("vocab_size") and number < SINCE["cropped"]:
+        raise ServingError(
+            f"a head of {draft_vocab} rows, no multiple of 64: its padding shows among "
+            "the logits before 0.5.4.post2"
+        )
     if "target_hidden_size" in raw and raw["target_hidden_size"] is None:
         raise ServingError("target_hidden_size is null: TypeError")
     target_width = int(raw.get("target_hidden_size", hidden))
