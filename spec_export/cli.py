@@ -211,6 +211,20 @@ def finalize(
 
     device = _device(device)
     if merge is not None:
+        others = {
+            "--target": target,
+            "--plugin": plugin,
+            "--dtype": dtype,
+            "--max-shard-size": max_shard_size,
+            "--force": force,
+        }
+        for option in (name for name, given in others.items() if given):
+            raise usage_error(
+                "option-invalid",
+                option,
+                "it means nothing with --merge-into, which copies a target as it is",
+                "leave it out",
+            )
         _merge(
             source,
             merge,

@@ -9,12 +9,13 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.version import Version
 
 from spec_export.findings import Finding, Severity, error, finding, info, warning
+from spec_export.layout.config import flatten
 from spec_export.layout.expressions import ExpressionError, evaluate, names
 from spec_export.layout.template import Loader, Template, indices
 from spec_export.layout.tensors import TensorInfo
@@ -57,13 +58,30 @@ def check_folder(
                     item.hint.format_map(values),
                 )
             )
-    findings += _too_old(template, values, release)
-    findings += _flags(template, values, release)
+    late = [*_too_old(template, values, release), *_flags(template, values, release)]
+    findings += [replace(f, subject=_key_of(f.subject, config)) for f in late]
     try:
         found = land(template, values, tensors, release)
     except (ExpressionError, KeyError, ValueError):
         return findings  # a size is missing; it has its own finding
-    return findings + _names(template.serves.architecture, found, tensors, release)
+    return findings + _names(template, found, tensors, release)
+
+
+def _key_of(subject: str, config: Mapping[str, Any]) -> str:
+    """Where a folder's config.json holds what a source calls by this key."""
+    last = subject.rpartition(".")[2]
+    held = (key for key in flatten(config) if key.rpartition(".")[2] == last)
+    return next(held, last)
+
+
+def _as_in_folder(name: str, loader: Loader, tensors: Iterable[str]) -> str:
+    """A name that is missing, in the spelling that the folder's others have."""
+    for spelling in loader.spellings:
+        begin, means = spelling.begin or "", spelling.means or ""
+        used = any(begin and held.startswith(begin) for held in tensors)
+        if used and means and name.startswith(means):
+            return begin + name.removeprefix(means)
+    return name
 
 
 def _too_old(
@@ -92,7 +110,7 @@ def _too_old(
             out.append(
                 error(
                     "release-too-old",
-                    feature.subject.rpartition(".")[2],
+                    feature.subject,
                     f"needs SGLang >= {feature.since}, {release} was asked for: "
                     f"{feature.why.format_map(values)}",
                     f"serve it with SGLang {feature.since} or newer",
@@ -108,7 +126,7 @@ def _flags(
     return [
         warning(
             flag.code,
-            (flag.subject or "").rpartition(".")[2],
+            flag.subject or "",
             (flag.message or "").format_map(values),
             f"start the server with {' '.join(flag.argv)}",
         )
@@ -251,11 +269,13 @@ def canonical(loader: Loader, name: str, release: Version) -> tuple[str, str | N
 
 
 def _names(
-    architecture: str,
+    template: Template,
     found: Landing,
     tensors: Mapping[str, TensorInfo],
     release: Version,
 ) -> list[Finding]:
+    assert template.loader is not None
+    architecture = template.serves.architecture
     findings: list[Finding] = []
     for name, since in found.late.items():
         findings.append(
@@ -316,7 +336,7 @@ def _names(
         findings.append(
             error(
                 "tensor-missing",
-                name,
+                _as_in_folder(name, template.loader, tensors),
                 f"no tensor sets it; {architecture} leaves it "
                 + ("at ones" if "norm" in name else "uninitialised")
                 + " without a word",

@@ -19,7 +19,7 @@ import torch
 from spec_export.findings import SpecExportError
 from spec_export.training.callback import SGLangExport
 from tests.field.desk import Desk, Row
-from tests.field.test_cases import EMBED, HEAD, IDS
+from tests.field.test_cases import EMBED, HEAD, IDS, WRITTEN_IDS
 from tests.helpers.tiny import Tiny, make_tiny, run_training
 
 Fault = tuple[str, str, Callable[[torch.Tensor], None], str, str]
@@ -211,4 +211,4 @@ def test_an_export_for_an_old_server_says_how_to_start_it(
     assert manifest["tensors"]["d2t"]["dtype"] == "I64"
     assert manifest["comparison"]["layout"]["verdict"] == "pass"
     answer = desk.run("verify", folder, "--sglang", "0.5.9", "--target", tiny.target)
-    desk.warned("callback 2 old", answer, IDS, "0.5.11")
+    desk.warned("callback 2 old", answer, WRITTEN_IDS, "0.5.11")

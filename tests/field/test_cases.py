@@ -38,6 +38,7 @@ from tests.helpers.field import (
 )
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+WRITTEN_IDS = f"eagle_config.{IDS}"  # where a folder's config.json holds them
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 NO = "--no-compare"
 NEVER = ("--plugin", "never")
@@ -71,7 +72,7 @@ def test_case_2_one_layer_is_written_in_the_spelling_that_serves_everywhere(
     desk.ok("2 old, verified for new", desk.verify(old.output, "--sglang", NEW))
     # Its launch line lacks the flag that these layer ids need before 0.5.11.
     back = desk.verify(new.output, "--sglang", OLD)
-    desk.warned("2 new, verified for old", back, IDS, "0.5.11")
+    desk.warned("2 new, verified for old", back, WRITTEN_IDS, "0.5.11")
     assert "--disable-cuda-graph" in back.of("warning")[0]["hint"]
 
 

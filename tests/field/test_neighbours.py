@@ -23,7 +23,16 @@ from tests.field.desk import (
     rename_tensors,
     same_bits,
 )
-from tests.field.test_cases import EMBED, HEAD, IDS, NEVER, NO, norm, wide_fc
+from tests.field.test_cases import (
+    EMBED,
+    HEAD,
+    IDS,
+    NEVER,
+    NO,
+    WRITTEN_IDS,
+    norm,
+    wide_fc,
+)
 from tests.field.test_cases_files import sharded, shards
 from tests.helpers.field import (
     DRAFT,
@@ -73,7 +82,7 @@ def test_2_the_prefix_of_the_inner_model(desk: Desk, release: str) -> None:
     rename_tensors(folder, {"midlayer.": "model.midlayer.", "fc.": "model.fc."})
     answer = desk.verify(folder, "--sglang", release)
     if release == OLD:
-        desk.warned("2 model. prefix, old", answer, IDS, "0.5.11")
+        desk.warned("2 model. prefix, old", answer, WRITTEN_IDS, "0.5.11")
     else:
         desk.ok("2 model. prefix, new", answer)
     rename_tensors(folder, {"lm_head.": "model.lm_head."})

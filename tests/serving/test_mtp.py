@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from spec_export import cli
 from tests.helpers.mtp import TARGETS, make_mtp, make_target
+from tests.helpers.record import record
 from tests.serving.sglang_process import (
     HERE,
     REPOSITORY,
@@ -93,3 +94,4 @@ def test_forward_of_the_real_class(target: Path, tmp_path: Path, kind: str) -> N
     family = "Qwen3Next" if kind == "qwen3_next" else "Qwen3_5"
     assert found["class"] == f"{family}ForCausalLMMTP"
     assert found["difference"] <= 1e-5 and found["swapped"] > 1e-2
+    record("engine", kind, f"its class, by hand: {found['difference']:.1e}")
