@@ -57,7 +57,7 @@ def renamed_in_place(export: Path, out: Path) -> Path:
 
 BROKEN: dict[str, tuple[Break, str]] = {
     "renamed": (renamed, f"error[name-dropped] {NORM.replace('post_', 'pre_')}"),
-    "missing-norm": (without_norm, "error[tensor-missing] layers.0.post_attention"),
+    "missing-norm": (without_norm, "error[tensor-missing] midlayer.post_attention"),
     "renamed-in-place": (renamed_in_place, "error[file-changed] model.safetensors"),
     "flipped-bit": (plugin_drafts.flipped, "error[file-changed] model.safetensors"),
 }

@@ -211,3 +211,38 @@ def test_an_allowed_deviation_explains_a_failed_comparison(
     manifest = read_manifest(str(tmp_path / "out"))
     assert manifest.comparison["layout"].verdict == "fail"
     assert next(d.code for d in manifest.deviations) == "norm-before-residual"
+
+
+def test_force_never_replaces_what_is_read(
+    draft: Path, target: Path, tmp_path: Path
+) -> None:
+    before = (draft / "model.safetensors").read_bytes()
+    for place in (draft, target):
+        ran = spec_export("finalize", draft, "--output", place, "--force")
+        assert (ran.code, ran.codes("error")) == (2, ["output-exists"])
+    assert (draft / "model.safetensors").read_bytes() == before
+    assert (target / "model.safetensors").exists()
+
+
+def test_options_hold_when_an_export_is_finished(draft: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", out).code == 0
+    old = spec_export("finalize", out, "--sglang", "0.5.2")
+    assert old.code == 1 and "release-too-old" in old.codes("error")
+    assert spec_export("finalize", out, "--sglang", "abc").code == 2
+    assert spec_export("finalize", out, "--dtype", "float32").code == 2
+    other = field.make_target(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({k: v + 1 for k, v in weights.items()}, other / "model.safetensors")
+    wrong = spec_export("finalize", out, "--target", other)
+    assert wrong.code == 1 and "target-differs" in wrong.codes("error")
+    assert read_manifest(str(out)).comparison["layout"].verdict == "pass"
+
+
+def test_a_recorded_verdict_outlives_a_finalize_without_comparison(
+    draft: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", out).code == 0
+    ran = spec_export("finalize", out, "--no-compare")
+    assert (ran.code, ran.data["verdict"]) == (0, "pass")
