@@ -469,7 +469,7 @@ def run(argv: list[str]) -> int:
         argv: Arguments without the program's name.
 
     Returns:
-        The exit code of design.md 4.
+        0 yes, 1 no, 2 a wrong question, 101 a bug, 128+n a signal.
     """
     _OUTCOME.clear()
     try:

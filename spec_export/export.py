@@ -63,7 +63,7 @@ class ExportOptions:
         sglang: Oldest release that the deployers run; None is the newest known.
         plugin: Whether the serving plug-in may or must be used.
         allow: Deviation codes accepted by name.
-        dtype: ``bfloat16``, ``float16``, ``float32`` or None (design.md 5).
+        dtype: ``bfloat16``, ``float16``, ``float32`` or None.
         max_shard_size: For example ``5GB``.
         status: What the manifest says of an export that is all right.
     """

@@ -54,7 +54,7 @@ from spec_export.serving.verify import (
 
 @dataclass(frozen=True)
 class FinalizeOptions:
-    """The options of the command (design.md 4).
+    """The options of the command.
 
     Attributes:
         output: Where the result goes; not needed for an export.

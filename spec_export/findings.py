@@ -39,7 +39,7 @@ class Finding:
     hint: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as the ``--json`` object of design.md 1."""
+        """The finding as the ``--json`` object."""
         return {**asdict(self), "severity": str(self.severity)}
 
 
@@ -249,7 +249,7 @@ class SpecExportError(Exception):
 
     Attributes:
         findings: At least one error finding.
-        exit_code: 1 or 2, design.md 4.
+        exit_code: 1 or 2.
     """
 
     def __init__(self, findings: Iterable[Finding], exit_code: int = 1) -> None:

@@ -98,7 +98,7 @@ def config_name(name: str) -> str:
 def choose_dtype(
     infos: Iterable[TensorInfo], override: str | None = None
 ) -> DtypeChoice:
-    """Decide the float format of an export (design.md 5).
+    """Decide the float format of an export.
 
     A format that all float tensors share is kept, mixed ones become bfloat16;
     integers and booleans never change.

@@ -1,7 +1,7 @@
 """The manifest: what an export is, where each tensor comes from, how to serve it.
 
 ``spec_export_manifest.json`` lies beside the weights; the part known before the
-first byte of weights is embedded in them too (design.md 6).
+first byte of weights is embedded in them too.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Vocab(_Part):
 
 
 class Leg(_Part):
-    """One leg of the forward comparison (design.md 7)."""
+    """One leg of the forward comparison."""
 
     ran: bool
     reason: str | None = None

@@ -1,7 +1,7 @@
 """Keeping what is private out of a file that travels with weights.
 
 Paths, user and host names, tokens and logger settings do not belong in a
-manifest (design.md 6).
+manifest.
 """
 
 from __future__ import annotations

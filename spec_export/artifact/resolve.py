@@ -49,7 +49,7 @@ class ResolvedSource:
 
 
 def resolve_source(path: str | Path) -> ResolvedSource:
-    """Find the folder to export or to finish (design.md 4, ``finalize SRC``).
+    """Find the folder to export or to finish (``finalize SRC``).
 
     An export is itself; an ``output_dir`` of the callback stands for its link
     ``best``, else ``latest``; a save_path for ``checkpoint_best``, else its newest

@@ -1,4 +1,4 @@
-"""Roles by value: what was trained, what is a frozen copy (design.md 6).
+"""Roles by value: what was trained, what is a frozen copy.
 
 ``requires_grad`` is not asked: it says what was intended. A tensor that equals the
 target's is a copy whatever it says, one that moved since the first step is trained.

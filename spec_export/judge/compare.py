@@ -91,7 +91,7 @@ def largest(metrics: Sequence[StepMetrics]) -> float:
 
 
 def fixed() -> Tolerance:
-    """float32 and small shapes: 1e-5 of the logit range (design.md 7)."""
+    """float32 and small shapes: 1e-5 of the logit range."""
     return Tolerance(SMALL_FLOAT32, "fixed: float32, small shapes")
 
 

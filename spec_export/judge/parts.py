@@ -41,7 +41,7 @@ from spec_export.judge.verdict import Leg, LegName, StepMetrics, Tolerance, not_
 
 Reference = Eagle3Reference | BlockReference | MtpReference
 NEWEST = "0.5.23"
-# Up to here the fixed bound of design.md 7 holds for float32.
+# Up to here the fixed bound holds for float32.
 SMALL_HIDDEN = 512
 CHAIN_POSITIONS = 32
 PROBE_NOTE = (
@@ -173,7 +173,7 @@ def layout_tolerance(
 
 
 def is_small(hidden: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the fixed bound of design.md 7 holds."""
+    """Whether the fixed bound holds."""
     exact = dtype is torch.float32 and torch.device(device).type == "cpu"
     return exact and hidden <= SMALL_HIDDEN
 

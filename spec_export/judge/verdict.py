@@ -107,7 +107,7 @@ class Leg:
         return self.verdict == "pass"
 
     def to_json(self) -> dict[str, Any]:
-        """The leg as ``comparison[leg]`` of the manifest (design.md 6).
+        """The leg as ``comparison[leg]`` of the manifest.
 
         JSON has no infinity: it becomes the largest float.
         """

@@ -73,7 +73,7 @@ class _Run:
 
 
 class SGLangExport:
-    """Exports the draft while it trains; arguments as in design.md 3.
+    """Exports the draft while it trains.
 
     A snapshot of the weights is taken in the training's own thread; hashing, checking,
     writing and comparing with it happen in another one.

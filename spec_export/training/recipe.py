@@ -75,7 +75,7 @@ def _yaml_on(value: Any) -> Any:
 
 
 class CallbackConfig(_Strict):
-    """``init_args`` of ``spec_export.SGLangExport`` (design.md 3).
+    """``init_args`` of ``spec_export.SGLangExport``.
 
     Attributes:
         output_dir: Exports go to ``step-<global step>`` folders in it.
