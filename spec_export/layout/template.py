@@ -227,7 +227,6 @@ class Capture(_Strict):
 
     ids: str
     hook: Literal["eagle3", "dflash"]
-    count: str
 
 
 class Spelling(_Strict):

@@ -42,7 +42,7 @@ def rule_mutants(raw: Raw) -> Iterator[tuple[str, Raw]]:
             yield f"names: {name} {at}: other", {**raw, "names": {name: typo}}
         swapped = [{**choices[0], "is": choices[1]["is"]}, choices[0] | {"when": True}]
         yield f"names: {name}: swapped", {**raw, "names": {name: swapped}}
-    for key, other in (("ids", "none"), ("hook", "dflash"), ("count", "A + 1")):
+    for key, other in (("ids", "none"), ("hook", "dflash")):
         capture = {**raw["capture"], key: other}
         yield f"capture: {key}", {**raw, "capture": capture}
     yield "capture: dropped", {k: v for k, v in raw.items() if k != "capture"}

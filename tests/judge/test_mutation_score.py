@@ -109,8 +109,8 @@ RULES = {
     "class itself",
     r"serves: since lower": "releases before 0.4.9 are not computed: no verdict",
     r"serves: --speculative-(num-steps|eagle-topk|num-draft-tokens) .*": SPEED,
-    r"capture: (hook|count)": "the hook decides from which release on the target hands "
-    "features over; the count is not read",
+    r"capture: hook": "the hook decides from which release on the target hands "
+    "features over",
 }
 # The stock class has no place for these; such drafts are refused.
 STOCK = {

@@ -64,6 +64,26 @@ def export_draft(checkpoint: Path, out: Path, target: Path, *more: str) -> None:
     assert code == 0, f"spec-export finalize {checkpoint.name} exits {code}"
 
 
+def make_draft(
+    variant: drafts.Variant,
+    root: Path,
+    target: Path,
+    texts: list[Continuation],
+    *more: str,
+) -> Made:
+    """Train, export and simulate a variant; ``more`` are options of ``finalize``."""
+    checkpoint, export = root / variant.name, root / f"{variant.name}-export"
+    drafts.make_checkpoint(variant, target, texts, checkpoint)
+    export_draft(checkpoint, export, target, *more)
+    draft = simulate.load_draft(checkpoint)
+    return Made(
+        checkpoint,
+        export,
+        simulate.simulate(draft, texts),
+        simulate.oracle(draft, texts),
+    )
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny target."""
@@ -100,16 +120,7 @@ def make(
 
     @cache
     def made(variant: drafts.Variant) -> Made:
-        checkpoint, export = root / variant.name, root / f"{variant.name}-export"
-        drafts.make_checkpoint(variant, target, texts, checkpoint)
-        export_draft(checkpoint, export, target)
-        draft = simulate.load_draft(checkpoint)
-        return Made(
-            checkpoint,
-            export,
-            simulate.simulate(draft, texts),
-            simulate.oracle(draft, texts),
-        )
+        return make_draft(variant, root, target, texts)
 
     return made
 
@@ -148,17 +159,8 @@ def make_plugin(
 
     @cache
     def made(variant: PluginVariant) -> Made:
-        checkpoint, export = root / variant.name, root / f"{variant.name}-export"
-        drafts.make_checkpoint(variant, target, texts, checkpoint)
         how = "always" if variant.stock else "auto"
-        export_draft(checkpoint, export, target, "--plugin", how)
-        draft = simulate.load_draft(checkpoint)
-        return Made(
-            checkpoint,
-            export,
-            simulate.simulate(draft, texts),
-            simulate.oracle(draft, texts),
-        )
+        return make_draft(variant, root, target, texts, "--plugin", how)
 
     return made
 
