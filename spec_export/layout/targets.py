@@ -158,12 +158,17 @@ def context_length(config: Mapping[str, Any]) -> int:
 
 
 @lru_cache(maxsize=1)
+def _targets() -> dict[str, Any]:
+    targets: dict[str, Any] = read_yaml(data_path("ckpt_templates") / "targets.yaml")
+    return targets
+
+
+@lru_cache(maxsize=1)
 def target_classes() -> dict[str, TargetClass]:
     """The known target classes of SGLang, by architecture name."""
-    raw = read_yaml(data_path("ckpt_templates") / "targets.yaml")
     return {
         name: TargetClass.model_validate(group["class"])
-        for group in raw["families"]
+        for group in _targets()["families"]
         for name in group["architectures"]
     }
 
@@ -248,7 +253,7 @@ def capture_ids(
                 "layer k for id k, then --allow target-unknown-family",
             )
         )
-        known = TargetClass(eagle3="0.5.12", dflash="0.5.12")
+        known = TargetClass.model_validate(_targets()["unknown"])
     if outside or doubled:
         return Captured(None, findings=problems)
     return _convert(sorted(ids), target, hook, key, release, known, problems)
