@@ -135,9 +135,9 @@ $(COMPAT_INSTALLED): pyproject.toml $(COMPAT_CONSTRAINTS)
 	touch $@
 	echo "install the oldest speculators: $$(($$(date +%s) - start)) s"
 
-test-compat: $(COMPAT_INSTALLED) ## the hook and two drafts under speculators 0.8.1
+test-compat: $(COMPAT_INSTALLED) ## the hook and each family under speculators 0.8.1
 	$(COMPAT_VENV)/bin/python -m pytest tests/compat tests/e2e/test_training_hook.py \
-		$(PYTEST)
+		tests/e2e/test_mtp_training.py $(PYTEST)
 
 test-faults: $(INSTALLED) ## broken files, full disks, interrupted writes
 	$(BIN)/python -m pytest tests/faults $(PYTEST)

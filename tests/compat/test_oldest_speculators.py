@@ -1,7 +1,8 @@
-"""One draft all the way, trained by the oldest release that we support.
+"""A draft of each family all the way, trained by the oldest release that we support.
 
-The rest of what runs under it is ``tests/e2e/test_training_hook.py``: the events, and
-that each snapshot has the bytes of the trainer's own files.
+The rest of what runs under it are ``tests/e2e/test_training_hook.py``: the events, and
+that each snapshot has the bytes of the trainer's own files; and
+``tests/e2e/test_mtp_training.py``, the family that needs a target of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ OLDEST = "0.8.1"
 TOLERANCE = 1e-5
 FAMILIES = {
     "tiny_cpu": "LlamaForCausalLMEagle3",
+    "tiny_dflash_cpu": "Qwen3DSparkModel",  # it has a draft vocabulary
+    "tiny_dflash2_cpu": "DFlash2DraftModel",
     "tiny_dspark_cpu": "Qwen3DSparkModel",
 }
 

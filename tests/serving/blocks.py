@@ -41,6 +41,7 @@ class BlockVariant:
 
     Attributes:
         layers: Attention of each layer.
+        biased: Whether the attention's projections have biases.
         flags: Further arguments of ``from_training_args``.
     """
 
@@ -49,6 +50,7 @@ class BlockVariant:
     anchor: bool = False
     vocab: int = VOCAB
     layers: tuple[str, ...] = (FULL, FULL)
+    biased: bool = False
     flags: tuple[tuple[str, Any], ...] = field(default=())
 
     @property
@@ -77,6 +79,7 @@ VARIANTS = [
     BlockVariant(
         "dflash-non-causal", "dflash", layers=(SLIDING, FULL), flags=_NON_CAUSAL
     ),
+    BlockVariant("dflash-biased", "dflash", biased=True),
     BlockVariant("dflash-anchor", "dflash", anchor=True),
     BlockVariant("dflash-reduced", "dflash", vocab=DRAFT_VOCAB),
     BlockVariant("dflash-reduced-anchor", "dflash", vocab=DRAFT_VOCAB, anchor=True),
@@ -113,6 +116,7 @@ def new_draft(
         max_position_embeddings=llama.max_position_embeddings,
         rope_parameters=dict(llama.rope_parameters),
         layer_types=list(variant.layers),
+        attention_bias=variant.biased,
         use_sliding_window=slides,
         sliding_window=llama.max_position_embeddings if slides else None,
     )
@@ -140,6 +144,8 @@ def new_draft(
             parameter.data = torch.randn_like(parameter) * 0.5
         elif "kernel_projection" in name:
             parameter.data = torch.randn_like(parameter) * 0.05
+        elif name.endswith("bias"):
+            parameter.data = torch.randn_like(parameter) * 0.3
     return draft
 
 

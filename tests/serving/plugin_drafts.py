@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, Qwen3Config
 
 from spec_export.artifact.manifest import FileEntry, Manifest, weights_metadata
-from spec_export.judge.reference.eagle3 import PluginEagle3Reference
+from spec_export.judge.reference.eagle3 import Eagle3Reference, PluginEagle3Reference
 from tests.serving.drafts import DRAFT_VOCAB, LAYER_IDS, VOCAB, Variant, llama_config
 from tests.serving.sglang_process import HERE, REPOSITORY, Engine
 from tests.serving.simulate import STEPS, Continuation, Rounds, rounds_of
@@ -121,6 +121,8 @@ WINDOWED = _one(
     window=WINDOW,
     sliding=(1,),
 )
+# All layers alike: the stock class takes the window from the launch line.
+UNIFORM = _one("window-16", window=WINDOW, sliding=(0,), stock=True)
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -240,14 +242,19 @@ def as_stock(export: Path, out: Path) -> Path:
 
 
 def served_rounds(
-    export: Path, target: Path, texts: list[Continuation]
+    export: Path,
+    target: Path,
+    texts: list[Continuation],
+    kind: type[Eagle3Reference] = PluginEagle3Reference,
+    window: int | None = None,
 ) -> list[Rounds]:
     """The rounds of a server whose windows move with the drafted tokens.
 
     Computed by the judge's reference of the class, one round start after the other.
+    ``window`` is that of the launch line, which the stock class takes.
     """
     config = json.loads((export / "config.json").read_text())
-    reference = PluginEagle3Reference(
+    reference = kind(
         export,
         config,
         embed=load_file(target / "model.safetensors")["model.embed_tokens.weight"],
@@ -255,7 +262,7 @@ def served_rounds(
         release="0.5.23",
         dtype=torch.float32,
         device=torch.device("cpu"),
-        window=None,
+        window=window,
     )
     ids = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
     rounds = []

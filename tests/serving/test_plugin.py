@@ -14,15 +14,17 @@ from typing import Any
 
 import pytest
 
+from spec_export.judge.reference.eagle3 import Eagle3Reference
 from tests.helpers.record import record
 from tests.serving import drafts, plugin_drafts, simulate
-from tests.serving.conftest import Made, MakePlugin
+from tests.serving.conftest import Made, MakePlugin, make_draft
 from tests.serving.plugin_drafts import (
     BIASED,
     DEFAULT,
     EACH,
     PLUGIN_OFF,
     SINGLE,
+    UNIFORM,
     WINDOW,
     WINDOWED,
     PluginEngine,
@@ -135,10 +137,49 @@ def test_window_of_one_layer(
     draft.sliding_window = window
     trained = equal(found, simulate.simulate(draft, texts))
     print(f"window {window}: {trained} of 6 prompts as in training")
+    if window == WINDOW:
+        record("judge", WINDOWED.name, f"{made.judged:.1e}")
+        record("engine", WINDOWED.name, f"{trained}/6; as a server counts 6/6")
     assert trained >= 4
     # Without a window the draft is another one: it is there, and it is counted.
     full = histograms(server.attempt(target, windowed(64), prompts, NEW_TOKENS))
     assert full != found
+
+
+def test_one_window_for_all_layers(
+    server: PluginEngine,
+    target: Path,
+    texts: list[Continuation],
+    prompts: list[list[int]],
+    tmp_path: Path,
+) -> None:
+    """By the stock class, from the flag that the manifest's launch line gives."""
+    made = make_draft(UNIFORM, tmp_path, target, texts)
+    serving = json.loads((made.export / plugin_drafts.MANIFEST).read_text())["serving"]
+    assert serving["requires_plugin"] is False
+    launch = serving["launch"]
+    window = int(launch[launch.index("--speculative-draft-window-size") + 1])
+    assert window == WINDOW - 1
+
+    def served(size: int | None) -> list[list[int]]:
+        extra = {"speculative_draft_window_size": size}
+        answer = server.attempt(
+            target, made.export, prompts, NEW_TOKENS, PLUGIN_OFF, **extra
+        )
+        return histograms(answer)
+
+    found = served(window)
+    expected = plugin_drafts.served_rounds(
+        made.export, target, texts, Eagle3Reference, window
+    )
+    trained = equal(found, made.rounds)
+    record("judge", UNIFORM.name, f"{made.judged:.1e}")
+    record("engine", UNIFORM.name, f"{trained}/6; as a server counts 6/6")
+    assert equal(found, expected) == 6
+    # As in training but for a key or three at the far end of the window.
+    assert served_length(found) == pytest.approx(accept_length(made.rounds), abs=0.05)
+    # Without the flag it is another draft.
+    assert served(None) != found
 
 
 def test_stock_server_refuses(
