@@ -1,14 +1,17 @@
 """A training that is stopped and resumed at random while its disk fills and empties.
 
 ``python -m tests.faults.soak --minutes 30``. Each training is a process of its own,
-with an export every few steps, and gets SIGTERM at some moment; every other one has no
-room on its disk for a while. Afterwards every export that is visible has to verify, the
-state has to be there for the next resume, and nothing may have grown.
+with an export every few steps. For half of the time trainings get SIGTERM at some
+moment and are resumed, and every other one has no room on its disk for a while; the
+other half is one training, whose disk fills and empties all along. After each every
+export that is visible has to verify, and the state has to be there for the next
+resume; over the long one nothing may have grown.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,6 +30,8 @@ from typing import Any
 from tests.helpers.tiny import REPOSITORY, make_tiny
 
 KEEP = 3
+EMPTIED = 50  # steps after which a disk is as full as before, for as long
+ENDLESS = 1_000_000  # epochs
 
 
 @dataclass
@@ -60,7 +65,8 @@ class Watch:
             return
         self.steps += 1
         # A limit of file size refuses what a full disk refuses, and for us alone.
-        room = 20_000 if self.steps in self.full else resource.RLIM_INFINITY
+        full = self.steps % EMPTIED in self.full
+        room = 20_000 if full else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         held = (
@@ -89,16 +95,19 @@ def train(root: Path, epochs: int, full: range) -> None:
     print(json.dumps([str(problem) for problem in exporter.errors]))
 
 
-def one_round(root: Path, report: Report, dice: random.Random) -> None:
-    """Train, interrupt, look."""
+def one_round(
+    root: Path, report: Report, dice: random.Random, seconds: float, epochs: int
+) -> None:
+    """Train, interrupt after some seconds, look."""
     report.rounds += 1
     (root / "notes").unlink(missing_ok=True)
     start = dice.randint(2, 4)
-    full = (start, start + 3) if dice.random() < 0.5 else (0, 0)
+    fills = epochs == ENDLESS or dice.random() < 0.5
+    full = (start, start + 3) if fills else (0, 0)
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "tests.faults.soak", "--train", str(root)),
-            *("--epochs", str(2 + report.rounds), "--full", *map(str, full)),
+            *("--epochs", str(epochs), "--full", *map(str, full)),
         ],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -106,11 +115,11 @@ def one_round(root: Path, report: Report, dice: random.Random) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait = dice.uniform(0.2, 3.0)
     deadline = time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         if (root / "notes").exists():
-            time.sleep(wait)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=seconds)  # what it says must not jam it
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 report.interrupted += 1
@@ -122,7 +131,11 @@ def one_round(root: Path, report: Report, dice: random.Random) -> None:
             f"round {report.rounds}: exit {process.returncode} {err[-800:]}"
         )
         return
-    report.failures += len(json.loads(out.splitlines()[-1]))
+    for failed in json.loads(out.splitlines()[-1]):
+        if failed.startswith("disk-full"):
+            report.failures += 1
+        else:
+            report.problems.append(f"round {report.rounds}: {failed}")
     notes = [tuple(json.loads(n)) for n in (root / "notes").read_text().splitlines()]
     if len(notes) > len(report.growth):
         report.growth = notes
@@ -174,10 +187,15 @@ def soak(minutes: float, seed: int = 0) -> Report:
     report, dice = Report(), random.Random(seed)
     make_tiny()
     root = Path(tempfile.mkdtemp(prefix="spec-export-soak-"))
-    deadline = time.monotonic() + 60 * minutes
+    half = time.monotonic() + 30 * minutes
+    stopped, lasting = root / "stopped", root / "lasting"
     try:
-        while time.monotonic() < deadline:
-            one_round(root, report, dice)
+        for folder in (stopped, lasting):
+            folder.mkdir()
+        while time.monotonic() < half:
+            seconds = dice.uniform(0.2, 3.0)
+            one_round(stopped, report, dice, seconds, 3 + report.rounds)
+        one_round(lasting, report, dice, 30 * minutes, ENDLESS)
     finally:
         shutil.rmtree(root, ignore_errors=True)
     report.problems += leaks(report.growth)
