@@ -39,7 +39,8 @@ class Report:
     """What a soak saw.
 
     Attributes:
-        rounds: Trainings; ``interrupted`` of them got a signal in time.
+        rounds: Trainings; ``interrupted`` of them got a signal, ``killed`` of those
+            after their last step, when nobody handles it any more.
         exports: Exports that verified, counted again in each round.
         failures: Exports that the full disk refused.
         problems: What must not be; empty if all is well.
@@ -48,6 +49,7 @@ class Report:
 
     rounds: int = 0
     interrupted: int = 0
+    killed: int = 0
     exports: int = 0
     failures: int = 0
     problems: list[str] = field(default_factory=list)
@@ -126,6 +128,10 @@ def one_round(
             break
         time.sleep(0.05)
     out, err = process.communicate(timeout=180)
+    if process.returncode == -signal.SIGTERM and last_epoch(root) == epochs - 1:
+        report.killed += 1
+        look(root / "exports", report)
+        return
     if process.returncode:
         report.problems.append(
             f"round {report.rounds}: exit {process.returncode} {err[-800:]}"
@@ -140,6 +146,12 @@ def one_round(
     if len(notes) > len(report.growth):
         report.growth = notes
     look(root / "exports", report)
+
+
+def last_epoch(root: Path) -> int:
+    """The newest epoch that the trainer saved whole."""
+    saved = [p.parent.name for p in root.glob("run/*/model.safetensors")]
+    return max((int(name) for name in saved if name.isdigit()), default=-1)
 
 
 def look(output_dir: Path, report: Report) -> None:
@@ -216,6 +228,7 @@ def main() -> int:
     report = soak(chosen.minutes, chosen.seed)
     print(
         f"{report.rounds} trainings, {report.interrupted} interrupted, "
+        f"{report.killed} of them killed at their end, "
         f"{report.exports} exports verified, {report.failures} refused by a full disk"
     )
     if report.growth:
