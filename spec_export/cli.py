@@ -287,7 +287,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """The deployer's check: is this folder what it says, does it fit the target?"""
-    from spec_export.artifact.target import open_target
     from spec_export.findings import check_allow
     from spec_export.serving.verify import verify as run
 
@@ -297,7 +296,11 @@ def verify(
         from spec_export import comparison
 
         comparison.require()
-    opened = open_target(target) if target is not None else None
+    opened = None
+    if target is not None:
+        from spec_export.artifact.target import open_target
+
+        opened = open_target(target)
     result = run(
         folder, opened, sglang=sglang, allow=tuple(allow or ()), files_only=files_only
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import mmap
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -151,12 +153,24 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def hash_file(path: Path, block_bytes: int = 1 << 20) -> FileFact:
-    """Digest and size of a file, read once with little memory."""
+def hash_file(path: Path, stop: threading.Event | None = None) -> FileFact:
+    """Digest and size of a file, read once with little memory.
+
+    Args:
+        path: The file.
+        stop: Set by another thread, it ends the reading after the block at hand.
+
+    Raises:
+        OSError: as ``open_regular``, and where it was stopped.
+    """
     digest, size = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(block_bytes))
+    # Whole pages: a bytearray starts 16 bytes into one, which doubles the time that
+    # the system takes to copy a file there (a tenth of this pass).
+    buffer = memoryview(mmap.mmap(-1, 1 << 20))
     with open_regular(path) as file:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
             size += count
+            if stop is not None and stop.is_set():
+                raise InterruptedError(errno.EINTR, "it was not read to its end")
     return FileFact(digest.hexdigest(), size)

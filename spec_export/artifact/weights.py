@@ -1,17 +1,16 @@
-"""A folder of safetensors files as one set of named tensors, read by mmap."""
+"""A folder of safetensors files as one set of named tensors, read by mmap.
+
+numpy is imported where values are read: names, shapes and the index do without it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from spec_export.artifact.blocks import iter_blocks, map_file
 from spec_export.artifact.disk import read_regular
-from spec_export.artifact.dtypes import numpy_dtype
 from spec_export.artifact.header import Header, Span, read_header
 from spec_export.findings import (
     Finding,
@@ -22,6 +21,9 @@ from spec_export.findings import (
     warning,
 )
 from spec_export.layout.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,6 +102,8 @@ class WeightFiles:
         Raises:
             SpecExportError: ``dtype-unsupported`` for a format numpy has not.
         """
+        from spec_export.artifact.dtypes import numpy_dtype
+
         tensor = self._spans[name].info
         dtype = numpy_dtype(tensor.dtype)
         return self.raw(name).view(dtype).reshape(tensor.shape)
@@ -120,6 +124,8 @@ class WeightFiles:
         ]
 
     def _bytes(self, file: str, span: Span) -> np.ndarray:
+        from spec_export.artifact.blocks import map_file
+
         if file not in self._maps:
             self._maps[file] = map_file(str(self.folder / file))
         return self._maps[file][span.start : span.end]
@@ -292,6 +298,10 @@ def _same_kind(a: Span, b: Span) -> bool:
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    import numpy as np
+
+    from spec_export.artifact.blocks import iter_blocks
+
     return all(
         np.array_equal(x, y)
         for x, y in zip(iter_blocks(a), iter_blocks(b), strict=True)

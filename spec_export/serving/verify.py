@@ -1,21 +1,18 @@
 """The deployer's check: is this folder what it says, and does it fit the target?
 
-No torch here; the forward comparison is added by the caller.
+No torch here; the forward comparison is added by the caller. What reads values or
+templates is imported where it is used: ``--files-only`` takes little longer than
+hashing the files.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from packaging.version import Version
+from typing import TYPE_CHECKING, Any
 
 from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
-from spec_export.artifact.target import Role, Target
-from spec_export.artifact.values import check_vocab_map
 from spec_export.artifact.verify_files import verify_files
-from spec_export.artifact.weights import WeightFiles, read_json
 from spec_export.findings import (
     CODES,
     Finding,
@@ -28,11 +25,11 @@ from spec_export.findings import (
     usage_error,
     warning,
 )
-from spec_export.layout.loader import check_folder
-from spec_export.layout.releases import parse_release
-from spec_export.layout.targets import context_length, target_classes
-from spec_export.layout.template import template_of_class
-from spec_export.layout.variables import dig
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+    from spec_export.artifact.target import Role, Target
 
 
 @dataclass
@@ -79,7 +76,11 @@ def verify(
     """
     if not folder.is_dir():
         raise usage_error("path-missing", folder.name, f"{folder} is not a folder")
-    release, findings = parse_release(sglang)
+    findings: list[Finding] = []
+    if sglang is not None or not files_only:
+        from spec_export.layout.releases import parse_release
+
+        release, findings = parse_release(sglang)
     findings += path_findings(folder)
     manifest = _manifest(folder, files_only, findings)
     whole = True
@@ -94,7 +95,9 @@ def verify(
     # What leads out of the folder is not followed.
     if not files_only and not any(f.code == "path-escape" for f in findings):
         try:
-            findings += _contents(folder, manifest, target, release)
+            from spec_export.serving.contents import contents_findings
+
+            findings += contents_findings(folder, target, release)
         except SpecExportError as problem:
             if not has_errors(findings):
                 raise
@@ -214,6 +217,8 @@ def _number(held: Any, key: str) -> float | None:
 
 def release_findings(manifest: Manifest, release: Version) -> list[Finding]:
     """Whether a release serves an export, and with what."""
+    from packaging.version import Version
+
     serving = manifest.serving
     out = []
     try:
@@ -297,115 +302,3 @@ def _as_trained(manifest: Manifest, target: Target, role: Role) -> str | None:
         ):
             return provided.sha256
     return None
-
-
-def _contents(
-    folder: Path, manifest: Manifest | None, target: Target | None, release: Version
-) -> list[Finding]:
-    """What SGLang makes of config.json, names and shapes."""
-    config = read_json(folder / "config.json")
-    files = WeightFiles.open(folder, every_file=True)
-    findings = list(files.findings)
-    named = config.get("architectures")
-    names = named if isinstance(named, list) else []
-    template = template_of_class(str(names[0])) if names else None
-    if template is None:
-        findings.append(
-            error(
-                "config-invalid",
-                "architectures",
-                f"is {named!r}; no draft class of SGLang that spec-export knows",
-                "is this a draft? a speculators checkpoint has to be finalized first",
-            )
-        )
-        return findings
-    if len(names) > 1:
-        findings.append(
-            error(
-                "config-invalid",
-                "architectures",
-                f"is {named!r}: SGLang takes the first name that it knows, silently",
-                "keep one name",
-            )
-        )
-    findings += check_folder(
-        template, config, files.tensors, release, _default_ids(config, target)
-    )
-    findings += _token_map(config, files, target)
-    if target is not None:
-        findings += _fit(config, target)
-    return findings
-
-
-def _default_ids(config: dict[str, Any], target: Target | None) -> bool:
-    """Whether the layer ids are SGLang's default set; without a target, unknown."""
-    ids = dig(config, "eagle_config.eagle_aux_hidden_state_layer_ids")
-    if not isinstance(ids, list):
-        return True
-    depth = target.num_hidden_layers if target is not None else None
-    if depth is None or not all(isinstance(i, int) for i in ids):
-        return False
-    return sorted(ids) == [1, depth // 2 - 1, depth - 4]
-
-
-def _token_map(
-    config: dict[str, Any], files: WeightFiles, target: Target | None
-) -> list[Finding]:
-    name = next((n for n in files.tensors if "d2t" in n), None)
-    if name is None:
-        return []
-    head = files.tensors.get("lm_head.weight")
-    vocab = config.get("vocab_size")
-    t2d = files.read("t2d") if "t2d" in files.tensors else None
-    return check_vocab_map(
-        files.read(name),
-        t2d,
-        vocab if isinstance(vocab, int) and 0 < vocab < 2**31 else None,
-        head.shape[0] if head is not None and head.shape else None,
-    )
-
-
-def _fit(config: dict[str, Any], target: Target) -> list[Finding]:
-    findings = []
-    text = target.text_config
-    sizes = {"hidden_size": "target-hidden-size", "vocab_size": "config-invalid"}
-    for key, code in sizes.items():
-        if config.get(key) != text.get(key):
-            findings.append(
-                error(
-                    code,
-                    key,
-                    f"is {config.get(key)}, the target {target.name} has "
-                    f"{text.get(key)}",
-                    "serve the target of the training",
-                )
-            )
-    mine, theirs = context_length(config), context_length(text)
-    if mine < theirs:
-        findings.append(
-            warning(
-                "context-too-short",
-                "max_position_embeddings",
-                f"gives the draft a context of {mine} tokens, the target has {theirs}; "
-                "SGLang refuses to start",
-                f"start the server with --context-length {mine}, or set "
-                "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
-            )
-        )
-    depth = target.num_hidden_layers
-    ids = dig(config, "eagle_config.eagle_aux_hidden_state_layer_ids")
-    if isinstance(ids, list) and depth is not None:
-        known = target_classes().get((target.architectures or [""])[0])
-        last = depth if known is not None and known.last is not None else depth - 1
-        wrong = [i for i in ids if not isinstance(i, int) or not -1 <= i < last + 1]
-        if wrong:
-            findings.append(
-                error(
-                    "layer-ids-invalid",
-                    "eagle_config.eagle_aux_hidden_state_layer_ids",
-                    f"id {wrong[0]} of {ids}: the target {target.name} has {depth} "
-                    "layers",
-                    "serve the target of the training",
-                )
-            )
-    return findings

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ import pytest
 
 from spec_export.artifact.header import read_header
 from tests.bench.conftest import drop, ratio, said, timed
+from tests.bench.workload import make_export
 from tests.helpers.tiny import REPOSITORY
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Modules are compiled once, as in an installation.
+ENV.pop("PYTHONDONTWRITEBYTECODE", None)
+VERIFIED = 2_000_000_000  # bytes
 
 
 # Started from a large process, a small one would inherit its peak of memory.
@@ -62,7 +68,8 @@ def command(*argv: object) -> tuple[float, float, float]:
 
 
 def hash_pass(*paths: Path) -> None:
-    buffer = memoryview(bytearray(1 << 20))
+    """The baseline, as fast as it gets: into whole pages that stay in the cache."""
+    buffer = memoryview(mmap.mmap(-1, 1 << 20))
     for path in paths:
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
@@ -71,7 +78,7 @@ def hash_pass(*paths: Path) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_finalize_and_verify(files: Any, tmp_path: Path, rounds: int, row: Any) -> None:
+def test_finalize(files: Any, tmp_path: Path, rounds: int, row: Any) -> None:
     source, target = files
     weights, theirs = source / "model.safetensors", target / "model.safetensors"
     out, copy = tmp_path / "out", tmp_path / "copy"
@@ -80,7 +87,7 @@ def test_finalize_and_verify(files: Any, tmp_path: Path, rounds: int, row: Any) 
         subprocess.run(["cp", str(weights), str(copy)], check=True)
         hash_pass(weights, theirs)
 
-    times: dict[str, list[float]] = {k: [] for k in ("f", "cp", "v", "hash")}
+    times: dict[str, list[float]] = {k: [] for k in ("f", "cp")}
     memory = 0.0
     for _ in range(rounds):
         drop(out)
@@ -89,35 +96,56 @@ def test_finalize_and_verify(files: Any, tmp_path: Path, rounds: int, row: Any) 
         seconds, peak, _ = command("finalize", source, "--no-compare", "--output", out)
         times["f"].append(seconds)
         memory = max(memory, peak)
-        exported = sorted(p for p in out.iterdir() if p.is_file())
-        times["hash"].append(timed(lambda paths=exported: hash_pass(*paths)))
-        seconds, peak, _ = command("verify", out, "--files-only")
-        times["v"].append(seconds)
-        memory = max(memory, peak)
     start = [command("show", out)[0] for _ in range(rounds)]
     idle = min(start)
     read = weights.stat().st_size + theirs.stat().st_size
-    finalize, verify = ratio(times["f"], times["cp"]), ratio(times["v"], times["hash"])
+    finalize = ratio(times["f"], times["cp"])
     row(
         f"finalize --no-compare   {said(times['f'])}; cp + hash of {read / 1e9:.2f} GB "
         f"{said(times['cp'])}; ratio {finalize:.2f} (<= 1.5 at 2 GB)"
-    )
-    row(
-        f"verify --files-only     {said(times['v'])}; hash pass {said(times['hash'])}; "
-        f"ratio {verify:.2f} (<= 1.2 at 2 GB)"
     )
     row(f"peak memory             {memory:.0f} MB (<= 300 MB)")
     assert memory <= 300
     # Of a small checkpoint the start of the interpreter is the larger part.
     spare = 3 * idle / min(times["cp"])
     assert finalize <= 1.5 + spare
-    assert verify <= 1.2 + 3 * idle / min(times["hash"])
-    share = sum(p.stat().st_size for p in exported) / weights.stat().st_size
+    share = sum(p.stat().st_size for p in out.iterdir() if p.is_file())
+    share /= weights.stat().st_size
     row(f"bytes of the export     {share:.3f} of the checkpoint's (<= 0.45)")
     if weights.stat().st_size > 1e9:  # of a small target the head is a larger part
         assert share <= 0.45
     tensors = read_header(out / "model.safetensors").tensors
     assert not any("embed_tokens" in name for name in tensors)
+    shutil.rmtree(out)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shards", [1, 4])
+def test_verify(shards: int, tmp_path: Path, rounds: int, row: Any) -> None:
+    out = tmp_path / "out"
+    size = make_export(out, VERIFIED, None if shards == 1 else VERIFIED // shards)
+    paths = sorted(out.glob("*.safetensors"))
+    assert len(paths) == shards
+    times: dict[str, list[float]] = {k: [] for k in ("hash", "v", "hash cpu", "v cpu")}
+    memory = 0.0
+    for _ in range(rounds):
+        began = time.process_time()
+        times["hash"].append(timed(lambda: hash_pass(*paths)))
+        times["hash cpu"].append(time.process_time() - began)
+        seconds, peak, cpu = command("verify", out, "--files-only")
+        times["v"].append(seconds)
+        times["v cpu"].append(cpu)
+        memory = max(memory, peak)
+    found = ratio(times["v cpu"], times["hash cpu"])
+    row(
+        f"verify --files-only     {said(times['v'])}; hash of {size / 1e9:.2f} GB in "
+        f"{shards} file(s) {said(times['hash'])}; ratio "
+        f"{ratio(times['v'], times['hash']):.2f}, of processor time {found:.2f} "
+        f"(<= 1.2); {memory:.0f} MB"
+    )
+    # Not of the clock: other programs run on the same cores. Alone, the two agree.
+    assert found <= 1.2
+    assert memory <= 300
     shutil.rmtree(out)
 
 

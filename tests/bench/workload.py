@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from spec_export.artifact.writer import Entry, write_safetensors
+from spec_export.artifact.disk import write_file
+from spec_export.artifact.manifest import Manifest, weights_metadata
+from spec_export.artifact.writer import Entry, write_safetensors, write_weights
 from spec_export.layout.tensors import ITEM_SIZE
 from tests.helpers.field import draft_config, target_config
 
@@ -125,3 +128,47 @@ def make_files(root: Path, size: str) -> tuple[Path, Path]:
     (source / "config.json").write_text(json.dumps(config))
     _write(source / "model.safetensors", tensors)
     return source, target
+
+
+def make_export(folder: Path, size: int, max_shard_size: int | None = None) -> int:
+    """An export for those who read its bytes alone: its tensors are no draft's.
+
+    Args:
+        folder: Is made.
+        size: Bytes of its weights, within one tensor.
+        max_shard_size: As of ``write_weights``.
+
+    Returns:
+        Bytes of its files, the manifest left out.
+    """
+    shape = (15_625, 8_000)  # 250 MB
+    piece = _random("piece", (125, 8_000))
+
+    def blocks() -> Iterator[np.ndarray]:
+        for _ in range(shape[0] // len(piece)):
+            yield piece
+
+    names = [f"{i}.weight" for i in range(round(size / 2 / np.prod(shape)))]
+    entries = [Entry(name, "BF16", shape, blocks) for name in names]
+    about = {"role": None, "source": [], "dtype": "BF16", "shape": list(shape)}
+    content: dict[str, Any] = {
+        "run_id": "bench",
+        "status": "saved",
+        "serving": {
+            "min_version": "0.5.23",
+            "max_known_version": "0.5.23",
+            "algorithm": "EAGLE3",
+            "architecture": "LlamaForCausalLMEagle3",
+            "requires_plugin": False,
+            "launch": [],
+        },
+        # Nobody compares the digests of single tensors with the files.
+        "tensors": {name: {**about, "sha256": "0" * 64} for name in names},
+    }
+    folder.mkdir()
+    metadata = weights_metadata(Manifest.model_validate(content))
+    files = write_weights(folder, entries, metadata, max_shard_size).files
+    files["config.json"] = write_file(folder / "config.json", b"{}")
+    content["files"] = {name: fact._asdict() for name, fact in files.items()}
+    Manifest.model_validate(content).write(folder)
+    return sum(fact.size for fact in files.values())

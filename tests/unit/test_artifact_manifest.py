@@ -3,8 +3,10 @@
 import getpass
 import json
 import math
+import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jsonschema
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_export.artifact import privacy
+from spec_export.artifact import verify_files as module
 from spec_export.artifact.manifest import (
     EMBEDDED,
     MANIFEST_NAME,
@@ -412,6 +415,106 @@ def test_a_flipped_bit(export, where):
     data[where] ^= 1
     (export / SINGLE).write_bytes(data)
     assert check(export) == [("file-changed", SINGLE)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_flipped_bit_in_one_of_several_files(tmp_path, number):
+    """Files are read side by side; each is held against its own digest."""
+    folder = make_export(tmp_path / "s", 50)
+    names = sorted(Manifest.read(folder).files)
+    assert len(names) == 4  # two shards, their index, config.json
+    data = bytearray((folder / names[number]).read_bytes())
+    data[-1] ^= 1
+    (folder / names[number]).write_bytes(data)
+    assert check(folder) == [("file-changed", names[number])]
+
+
+def fails(monkeypatch, name: str, problem: Exception) -> list[str]:
+    """Let the reading of one file fail; returns the names that are read."""
+    hash_file, read = module.hash_file, []
+
+    def failing(path, stop):
+        read.append(path.name)
+        if path.name == name:
+            raise problem
+        return hash_file(path, stop)
+
+    monkeypatch.setattr(module, "hash_file", failing)
+    return read
+
+
+def test_a_file_that_the_disk_does_not_give(tmp_path, monkeypatch):
+    folder = make_export(tmp_path / "s", 50)
+    fails(monkeypatch, INDEX, OSError(5, "Input/output error"))
+    (found,) = verify_files(folder, Manifest.read(folder))
+    assert (found.code, found.subject) == ("file-corrupt", INDEX)
+    assert "Input/output error" in found.message
+
+
+def test_a_bug_in_a_reader_is_no_silence(export, monkeypatch):
+    fails(monkeypatch, SINGLE, RuntimeError("on purpose"))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        check(export)
+
+
+def test_a_file_of_another_size_is_not_read(export, monkeypatch):
+    with (export / SINGLE).open("ab") as file:
+        file.write(b"1")
+    read = fails(monkeypatch, "", OSError())
+    assert check(export) == [("file-changed", SINGLE)]
+    assert read == ["config.json"]
+
+
+def add_holes(folder: Path, count: int, size: int) -> None:
+    """List files of zeros that take no room; their digests are wrong."""
+    names = [f"{number}.npy" for number in range(count)]
+    for name in names:
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+    facts = {name: {"sha256": SHA, "size": size} for name in names}
+    edit(folder, lambda m: m["files"].update(facts))
+
+
+def test_large_files_need_little_memory(export):
+    add_holes(export, 8, 16 << 20)
+    content = Manifest.read(export)
+    tracemalloc.start()
+    try:
+        assert len(verify_files(export, content)) == 8
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < 8 << 20
+        (export / "0.npy").read_bytes()  # the control: one file as a whole
+        assert tracemalloc.get_traced_memory()[1] > 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_signal_waits_for_no_file(export):
+    add_holes(export, 6, 1 << 36)  # minutes
+    code = (
+        "from spec_export.artifact import manifest, verify_files as v\n"
+        "hash_file = v.hash_file\n"
+        "def told(path, stop):\n"
+        "    print(path.name, flush=True)\n"
+        "    return hash_file(path, stop)\n"
+        "v.hash_file = told\n"
+        f"v.verify_files({str(export)!r}, manifest.Manifest.read({str(export)!r}))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=ROOT,
+    ) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline()  # they read
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait(0.3)
+            running.send_signal(signal.SIGINT)
+            assert running.wait(20) == -signal.SIGINT
+        finally:
+            running.kill()
 
 
 def test_a_file_of_another_size(export):

@@ -38,6 +38,7 @@ def export(tmp_path: Path) -> Path:
         ("diff", "/nowhere", "/nowhere"),
         ("check", "/nowhere.yaml"),
         ("verify", ".", "--nonsense"),
+        ("verify", ".", "--files-only", "--sglang", "zero"),
         ("nonsense",),
         ("finalize", ".", "--output", "x", "--sglang", "zero"),
         ("finalize", ".", "--output", "x", "--sglang", "0.1"),
@@ -83,6 +84,24 @@ def test_a_bug_is_101_and_shows_no_traceback(
     monkeypatch.setenv("SPEC_EXPORT_DEBUG", "1")
     with pytest.raises(RuntimeError, match="on purpose"):
         cli.run(["verify", str(export)])
+
+
+def loaded(*argv: object) -> set[str]:
+    """What a command imports, of that which a check of bytes has no use for."""
+    code = (
+        "import sys; from spec_export import cli; assert cli.run(sys.argv[1:]) == 0\n"
+        "print(*({'numpy', 'yaml', 'packaging', 'torch'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.split())
+
+
+def test_a_check_of_bytes_starts_without_what_it_does_not_use(export: Path) -> None:
+    assert loaded("verify", export, "--files-only") == set()
+    assert loaded("verify", export) == {"numpy", "yaml", "packaging"}
 
 
 def test_diff_says_what_differs(export: Path, tmp_path: Path) -> None:
