@@ -96,7 +96,11 @@ def publish_new(staging: Path, dest: Path) -> Path:
             if problem.errno in _TAKEN:  # someone was faster
                 raise _exists(dest) from problem
             raise
-        sync_folder(dest.parent)
+        try:
+            sync_folder(dest.parent)
+        except OSError:
+            os.rename(dest, staging)  # who asked is told that nothing is there
+            raise
     return dest
 
 
@@ -161,20 +165,38 @@ def replace_existing(staging: Path, dest: Path) -> Path:
     check_replaceable(dest)
     with disk_errors(staging):
         sync_tree(staging)
-        old = staging
-        if not _exchange(staging, dest):
-            # A crash between the two renames leaves only the old export, under
-            # a hidden name that sweep() gives back.
-            old = dest.parent / hidden_name(OLD, dest.name)
-            os.rename(dest, old)
-            try:
-                os.rename(staging, dest)
-            except OSError:
+        exchanged = _exchange(staging, dest)
+        old = staging if exchanged else _swap(staging, dest)
+        try:
+            sync_folder(dest.parent)
+        except OSError:  # who asked is told that the old one is still there
+            if exchanged:
+                _exchange(staging, dest)
+            else:
+                os.rename(dest, staging)
                 os.rename(old, dest)
-                raise
-        sync_folder(dest.parent)
+            raise
     shutil.rmtree(old, ignore_errors=True)
     return dest
+
+
+def _swap(staging: Path, dest: Path) -> Path:
+    """Exchange two names in two steps.
+
+    A crash between them leaves only the old export, under a hidden name that
+    ``sweep`` gives back.
+
+    Returns:
+        Where the old one is.
+    """
+    old = dest.parent / hidden_name(OLD, dest.name)
+    os.rename(dest, old)
+    try:
+        os.rename(staging, dest)
+    except OSError:
+        os.rename(old, dest)
+        raise
+    return old
 
 
 def check_replaceable(dest: Path) -> None:

@@ -30,6 +30,7 @@ from spec_export.training.attach import close_all
 from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime, has_accelerator
 from spec_export.training.hook import TrainingCallback, fan_out, hook_trainer
+from spec_export.training.launchers import join_launcher
 from spec_export.training.recipe import (
     CallbackEntry,
     Recipe,
@@ -65,6 +66,7 @@ def _train(argv: list[str]) -> None:
     path = config_path(argv)
     recipe = read_recipe(path) if path is not None else None
     config = TrainConfig.resolve(argv)
+    _tell(join_launcher(os.environ, config.trainer.fsdp_shard))
     callbacks = make_callbacks(recipe, config.dump_yaml())
     if not callbacks:
         _say("spec-export: the recipe has no callbacks, so nothing will be exported")
@@ -166,7 +168,7 @@ def _tell(findings: Sequence[Finding]) -> None:
 
 
 def _say(text: str) -> None:
-    """One line for a person; under torchrun from the first process only."""
+    """One line for a person; of several processes from the first one only."""
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

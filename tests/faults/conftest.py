@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.export_once import export_once
+from tests.faults.export_once import export_once, finals
 from tests.helpers.field import (
     draft_config,
     draft_tensors,
@@ -34,12 +34,14 @@ class Desk:
     Attributes:
         source: The checkpoint that is exported.
         template: An output_dir with exports of steps 1 and 2 of other weights.
+        finals: A saved export of the checkpoint and a final one of other weights.
     """
 
     root: Path
     target: Path
     source: Path
     template: Path
+    finals: Path
     _process: subprocess.Popen[str] | None = field(default=None)
     _count: int = 0
 
@@ -62,7 +64,8 @@ class Desk:
             **more,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
-        job = {"template": str(self.template), "trial": trial}
+        template = self.template if "act" not in more else self.finals
+        job = {"template": str(template), "trial": trial}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -74,9 +77,9 @@ class Desk:
     def stderr(self) -> str:
         return (self.root / "stderr").read_text()[-3000:]
 
-    def calls(self) -> list[str]:
+    def calls(self, **more: Any) -> list[str]:
         """The calls of an export to which nothing happens, in order."""
-        found = self.trial(log=True)
+        found = self.trial(log=True, **more)
         assert (found["code"], found["outcome"]) == (0, "new"), found["said"]
         return Path(f"{found['output_dir']}.log").read_text().splitlines()
 
@@ -103,7 +106,10 @@ def desk() -> Iterator[Desk]:
     template.mkdir()
     for step in (1, 2):
         export_once(old, target, template, step)
-    desk = Desk(root, target, new, template)
+    saved_and_final = root / "finals"
+    saved_and_final.mkdir()
+    finals(old, new, target, saved_and_final)
+    desk = Desk(root, target, new, template, saved_and_final)
     try:
         yield desk
     finally:

@@ -1,35 +1,43 @@
-"""What the callback's thread does for one export, in a process without torch.
+"""What the callback's thread does for one export, and ``finalize`` for a final one.
 
-As a program it reads trials from its standard input, one JSON object a line, forks a
-process for each, lets that be killed or fail, and answers what is left.
+As a program, which has no torch, it reads trials from its standard input, one JSON
+object a line, forks a process for each, lets that be killed or fail, and answers what
+is left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import sys
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from spec_export import export
-from spec_export.artifact.disk import replace_file
+from spec_export import finalize as finishing
+from spec_export.artifact import publish
+from spec_export.artifact.disk import replace_file, write_file
+from spec_export.artifact.manifest import FileEntry, Manifest
 from spec_export.artifact.publish import settle, step_name
 from spec_export.artifact.resolve import step_folders
 from spec_export.artifact.runs import state_path
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
 from spec_export.export import ExportOptions, export_source
+from spec_export.finalize import FinalizeOptions, finalize
 from spec_export.findings import SpecExportError, has_errors
+from spec_export.report.card import CARD_NAME
 from spec_export.serving.verify import verify
 from tests.faults.shim import Shim
 
 REFUSED, CRASHED = 3, 4
+OLD_CARD = b"What was said of it before.\n"
 
 
 def export_once(source: Path, target: Path, output_dir: Path, step: int) -> None:
@@ -47,6 +55,44 @@ def export_once(source: Path, target: Path, output_dir: Path, step: int) -> None
     settle(output_dir, result.folder, best=result.folder, keep_last=1, run_id="run")
 
 
+def finalize_once(act: str, source: Path, target: Path, root: Path) -> None:
+    """``finalize --no-compare``, of what ``finals`` lays out and of a checkpoint.
+
+    Args:
+        act: ``finish`` or ``again``: in place, what is saved or what was final before;
+            ``copy`` or ``replace``: onto what was final before, the saved one or the
+            checkpoint; ``exchange``: that, where names cannot be exchanged; ``new``:
+            beside them, the checkpoint.
+        source: The checkpoint.
+        target: Its target.
+        root: The folder of ``finals``.
+    """
+    options = FinalizeOptions(target=target, compare=False)
+    if act == "exchange":
+        publish._exchange = lambda _first, _second: False
+    if act in ("finish", "again"):
+        finalize(root / ("saved" if act == "finish" else "final"), options)
+        return
+    output = root / ("new" if act == "new" else "final")
+    options = replace(options, output=output, force=act != "new")
+    finalize(root / "saved" if act == "copy" else source, options)
+
+
+def finals(old: Path, new: Path, target: Path, root: Path) -> None:
+    """Lay out a saved export, and a final one whose card is that of another time."""
+    options = ExportOptions()
+    for name, checkpoint in (("saved", new), ("final", old)):
+        source = CheckpointSource.open(checkpoint)
+        place = root / name
+        export_source(source, open_target(target), options, place, place="new")
+    finalize_once("again", new, target, root)
+    final = root / "final"
+    card = write_file(final / CARD_NAME, OLD_CARD)
+    manifest = Manifest.read(final)
+    manifest.files[CARD_NAME] = FileEntry(sha256=card.sha256, size=card.size)
+    manifest.write(final)
+
+
 @dataclass
 class Trial:
     """One export that something happens to.
@@ -54,6 +100,7 @@ class Trial:
     Attributes:
         source, target: What is exported.
         output_dir: Where to, with an export or two in it.
+        act: ``export``, or one of ``finalize_once``.
         at, mode, errno: As ``Shim``.
         limit: RLIMIT_FSIZE in bytes.
         umask: Of the process.
@@ -68,6 +115,7 @@ class Trial:
     source: str
     target: str
     output_dir: str
+    act: str = "export"
     at: int = 0
     mode: str = "before"
     errno: int = 0
@@ -80,6 +128,11 @@ class Trial:
     refill: bool = False
     broken: bool = False
     said: str = ""
+
+    @property
+    def changed(self) -> str:
+        """The folder that ``finalize_once`` writes to."""
+        return {"finish": "saved", "new": "new"}.get(self.act, "final")
 
     def run(self) -> int:
         """Do it in a forked process.
@@ -117,12 +170,11 @@ class Trial:
             time.time = lambda: now() - self.clock
         if self.broken:
             export._publish = _publish_badly
+            finishing._write_in_place = _write_badly
         shim = Shim(Path(self.output_dir), self.at, self.mode, self.errno)
         shim.install()
         try:
-            export_once(
-                Path(self.source), Path(self.target), Path(self.output_dir), self.step
-            )
+            self._export()
         except SpecExportError as problem:
             os.write(answers, str(problem).encode())
             return REFUSED
@@ -134,12 +186,25 @@ class Trial:
                 Path(f"{self.output_dir}.log").write_text("\n".join(shim.log))
         return 0
 
+    def _export(self) -> None:
+        paths = Path(self.source), Path(self.target), Path(self.output_dir)
+        if self.act == "export":
+            export_once(*paths, self.step)
+        else:
+            finalize_once(self.act, *paths)
+
 
 def _publish_badly(staging: Path, destination: Path, *_: Any) -> Path:
     destination.mkdir()
     for file in sorted(staging.iterdir(), reverse=True):  # the manifest first
         (destination / file.name).write_bytes(file.read_bytes())
     return destination
+
+
+def _write_badly(folder: Path, manifest: Manifest, card: bytes) -> None:
+    fact = write_file(folder / CARD_NAME, card)
+    manifest.files[CARD_NAME] = FileEntry(sha256=fact.sha256, size=fact.size)
+    manifest.write(folder)
 
 
 @dataclass
@@ -185,6 +250,39 @@ def look(output_dir: Path) -> State:
     return state
 
 
+def look_final(trial: Trial) -> State:
+    """The same for ``finals``; ``steps`` are the names of those that are finished."""
+    state, root = State(), Path(trial.output_dir)
+    changed = trial.changed
+    for path in sorted(root.rglob(".*")):
+        state.hidden.append(path.relative_to(root).as_posix())
+    for name in ("saved", "final", "new"):
+        folder = root / name
+        if name == "new" and not folder.exists():
+            continue
+        if not folder.is_dir():
+            state.half.append(f"no {name}")
+        elif not _verifies(folder):
+            state.half.append(name)
+        elif name != changed or _is_finished(folder, Path(trial.source), trial.act):
+            state.steps.append(name)
+    return state
+
+
+def _is_finished(folder: Path, source: Path, act: str) -> bool:
+    manifest = Manifest.read(folder)
+    card = manifest.files.get(CARD_NAME)
+    if manifest.status != "final" or card is None:
+        return False
+    if card.sha256 == hashlib.sha256(OLD_CARD).hexdigest():
+        return False
+    if act in ("finish", "again"):
+        return True
+    name = "fc.weight"
+    digest = hashlib.sha256(CheckpointSource.open(source).read(name)).hexdigest()
+    return manifest.tensors[name].sha256 == digest
+
+
 def _verifies(folder: Path) -> bool:
     try:
         return not has_errors(verify(folder, files_only=True).findings)
@@ -203,6 +301,8 @@ def answer(trial: Trial) -> dict[str, Any]:
     """Run a trial, look, and let the training go on with another export."""
     output_dir = Path(trial.output_dir)
     code = trial.run()
+    if trial.act != "export":
+        return _answer_final(trial, code)
     state = look(output_dir)
     if trial.refill:
         (output_dir.parent / "ballast").unlink()
@@ -215,6 +315,23 @@ def answer(trial: Trial) -> dict[str, Any]:
         "outcome": state.outcome,
         "half": state.half,
         "went_on": went_on and later.steps == [step_name(4)] and not later.half,
+        "left": later.hidden,
+    }
+
+
+def _answer_final(trial: Trial, code: int) -> dict[str, Any]:
+    """The same for ``finalize``, which is asked for once more."""
+    state = look_final(trial)
+    done = trial.changed in state.steps
+    again = Trial(trial.source, trial.target, trial.output_dir, trial.act)
+    went_on = (done and trial.act == "new") or again.run() == 0
+    later = look_final(again)
+    return {
+        "code": code,
+        "said": trial.said + again.said,
+        "outcome": "half" if state.half else "new" if done else "old",
+        "half": state.half,
+        "went_on": went_on and trial.changed in later.steps and not later.half,
         "left": later.hidden,
     }
 

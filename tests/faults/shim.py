@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +36,9 @@ class Shim:
         for name in CALLS:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
         self._open = io.open
-        io.open = self._opened  # type: ignore[assignment]
+        io.open = builtins.open = self._opened  # type: ignore[assignment]
+        # Copies go through the file that we opened, not from descriptor to descriptor.
+        vars(shutil)["_USE_CP_SENDFILE"] = False
 
     def _place(self, name: str, args: tuple[Any, ...], more: dict[str, Any]) -> str:
         """The path that a call is about, relative to the root; '' for a stranger."""
