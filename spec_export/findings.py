@@ -85,6 +85,7 @@ _codes(
     sliding_window_extent="SGLang counts the window of a block differently",
     forward_differs="SGLang's forward and the training module disagree",
     mtp_first_step="SGLang gives MTP the target's state after the final norm",
+    embedding_scale_rounded="weights that are scaled for the target are rounded again",
     mask_token_is_special="the mask token of a block draft has another meaning too",
 )
 _codes(

@@ -166,6 +166,8 @@ class Leg(_Part):
     diagnosis: list[str] = []
     notes: list[str] = []
     seconds: float | None = None
+    prompts: Any = None
+    sglang: str | None = None
 
 
 class Training(_Part):

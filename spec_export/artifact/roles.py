@@ -172,9 +172,11 @@ def read_facts(
     for placement in plan.placements:
         if placement.transform is not None:
             facts.roles[placement.key] = "derived"
-            facts.sha256[placement.key] = scan(
-                derived_blocks(source, placement, dtype)
-            ).sha256
+            scanned = scan(derived_blocks(source, placement, dtype))
+            facts.sha256[placement.key] = scanned.sha256
+            if not has_errors(facts.findings):
+                result = TensorInfo(placement.name, dtype, placement.shape)
+                facts.findings += check_values(result, scanned, may_be_zero=True)
         elif placement.key.startswith("target:") and weights is not None:
             _take_from_target(placement.key, weights, rows, dtype, facts)
     _replaced(source, plan, facts)

@@ -115,6 +115,19 @@ def _scatter_rows(
         yield out
 
 
+def _scale(
+    sources: Sequence[np.ndarray],
+    arguments: Arguments,
+    shape: tuple[int, ...],
+    dtype: str,
+) -> Iterator[np.ndarray]:
+    # Rounded to the saved dtype first: a live module and its checkpoint then become
+    # the same bytes.
+    by = np.float32(arguments["by"])
+    for block in _row_blocks(sources[0]):
+        yield cast(cast(block, dtype).astype(np.float32) * by, dtype)
+
+
 def _take_expert(
     sources: Sequence[np.ndarray],
     arguments: Arguments,
@@ -133,6 +146,7 @@ _Rule = Callable[
 _RULES: dict[str, _Rule] = {
     "constant": _constant,
     "insert": _insert,
+    "scale": _scale,
     "scatter-rows": _scatter_rows,
     "take-expert": _take_expert,
 }

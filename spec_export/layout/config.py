@@ -18,6 +18,7 @@ from spec_export.layout.template import ConfigRule, Template
 from spec_export.layout.variables import dig
 
 _MISSING = object()
+_DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def build_config(
@@ -84,18 +85,35 @@ def _dtype(
 ) -> dict[str, Any]:
     # transformers < 4.56 knows torch_dtype only, SGLang >= 0.5.4.post1 reads dtype;
     # without either SGLang computes in float16.
-    return {"dtype": dtype, "torch_dtype": dtype}
+    return dict.fromkeys(_DTYPE_KEYS, dtype)
 
 
 def _target(
     source: Mapping[str, Any], values: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     # The MTP classes are built from the whole configuration of the target. Its
-    # quantisation is not that of the draft's tensors.
+    # quantisation and dtype are not those of the draft's tensors; SGLang prefers the
+    # dtype beside the text model's sizes.
     target = copy.deepcopy(dict(values["target_config"]))
     for config in (target, target.get("text_config") or {}):
         config.pop("quantization_config", None)
+        config.update({key: dtype for key in _DTYPE_KEYS if key in config})
+        config.update(_older_rope(config.get("rope_parameters")))
     return target
+
+
+def _older_rope(rope: Any) -> dict[str, Any]:
+    """The spelling that SGLang's own configuration classes read, of transformers 5's.
+
+    ``Qwen3NextConfig`` reads nothing else, so its target's RoPE base would be 10000.
+    """
+    if not isinstance(rope, Mapping):
+        return {}
+    beside = ("rope_theta", "partial_rotary_factor")
+    out = {key: rope[key] for key in beside if rope.get(key) is not None}
+    if rope.get("rope_type", "default") != "default":
+        out["rope_scaling"] = {k: v for k, v in rope.items() if k not in beside}
+    return out
 
 
 _Function = Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]]

@@ -64,9 +64,10 @@ def derive(
         for source in sources:
             used.setdefault(source, []).append(name)
     for source, names in used.items():
-        told[source] = replace(
-            told[source], fate="transformed", to=tuple(names), reason=None
-        )
+        if source in told:  # tensor-unaccounted says so of others
+            told[source] = replace(
+                told[source], fate="transformed", to=tuple(names), reason=None
+            )
     problems = [
         error(
             "tensor-unaccounted",

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from packaging.version import Version
@@ -17,9 +18,12 @@ from packaging.version import Version
 from spec_export.findings import Finding, Severity, error, finding, info, warning
 from spec_export.layout.config import flatten
 from spec_export.layout.expressions import ExpressionError, evaluate, names
-from spec_export.layout.template import Loader, Template, indices
+from spec_export.layout.landing import Landing, land
+from spec_export.layout.template import Loader, Template
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import read_variables
+
+_MANY = 8  # names that differ in a number are told one by one up to here
 
 
 def check_folder(
@@ -44,8 +48,23 @@ def check_folder(
     assert template.loader is not None
     loader = template.loader
     values, findings = read_variables(
-        template.model_copy(update={"variables": loader.variables}), config, None, None
+        template.model_copy(update={"variables": loader.variables}),
+        text_part(config),
+        None,
+        None,
     )
+    findings = [replace(f, subject=_key_of(f.subject, config)) for f in findings]
+    if loader.only is not None and not any(loader.only in name for name in tensors):
+        return [
+            *findings,
+            error(
+                "tensor-missing",
+                f"{loader.only}.*",
+                f"no tensor has {loader.only} in its name, and "
+                f"{template.serves.architecture} reads no others",
+                "is this a draft? a target without such tensors is none",
+            ),
+        ]
     values |= {"layer_ids": [], "default_layer_ids": default_layer_ids}
     for item in loader.refuse:
         if not names(item.when) - set(values) and evaluate(item.when, values):
@@ -65,6 +84,12 @@ def check_folder(
     except (ExpressionError, KeyError, ValueError):
         return findings  # a size is missing; it has its own finding
     return findings + _names(template, found, tensors, release)
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the keys of its language model at the top."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else dict(config)
 
 
 def _key_of(subject: str, config: Mapping[str, Any]) -> str:
@@ -139,135 +164,6 @@ def _flags(
     ]
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """A parameter of the class: its shape, origin and, if unread, why.
-
-    ``since`` is the first release that has it, if it is not the first of all.
-    """
-
-    shape: tuple[int, ...]
-    origin: str
-    reason: str | None = None
-    since: str | None = None
-
-
-@dataclass
-class Landing:
-    """What a release's loader does with the tensors of a folder.
-
-    Attributes:
-        wanted: The parameters, layers called ``layers.i`` in every release.
-        landed: Parameter -> the tensors that set it, in the order of the files;
-            the last one stays.
-        dropped: Tensor that no parameter takes -> what it would mean.
-        late: Tensor that this release drops -> the first one that takes it.
-    """
-
-    wanted: dict[str, Wanted]
-    landed: dict[str, list[str]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-    late: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def unset(self) -> list[str]:
-        """Parameters that the export has to set and does not."""
-        return [
-            name
-            for name, parameter in self.wanted.items()
-            if parameter.origin == "export" and name not in self.landed
-        ]
-
-
-def land(
-    template: Template,
-    values: Mapping[str, Any],
-    tensors: Iterable[str],
-    release: Version,
-) -> Landing:
-    """Follow every name through a release's loader.
-
-    Args:
-        template: With a ``loader``.
-        values: The loader's variables, read from the folder's config.json.
-        tensors: Names, in the order in which they are loaded.
-        release: The release.
-    """
-    loader = template.loader
-    assert loader is not None
-    every = _parameters(template, loader, values)
-    newer = {n: w.since for n, w in every.items() if w.since is not None}
-    newer = {n: since for n, since in newer.items() if Version(since) > release}
-    result = Landing({n: w for n, w in every.items() if n not in newer})
-    for name in tensors:
-        meant, late = canonical(loader, name, release)
-        special = next(
-            (to for word, to in loader.contain.items() if word in name), None
-        )
-        if special is None and any(word in name for word in loader.ignored):
-            continue
-        parts = [special] if special is not None else _parts(loader, meant)
-        late = late or next((newer[part] for part in parts if part in newer), None)
-        if special is None and late is not None:
-            result.late[name] = late
-        elif any(part not in result.wanted for part in parts):
-            result.dropped[name] = meant
-        else:
-            for part in parts:
-                result.landed.setdefault(part, []).append(name)
-    return result
-
-
-def _parameters(
-    template: Template, loader: Loader, values: Mapping[str, Any]
-) -> dict[str, Wanted]:
-    """The class's parameters for a configuration, layers called ``layers.i``."""
-    plain = template.model_copy(update={"names": {}})
-    out: dict[str, Wanted] = {}
-    for parameter in template.parameters:
-        if evaluate(parameter.exists, values):
-            for at in indices(parameter.each, values):
-                spelled = {**at, "layer": f"layers.{at.get('i', 0)}"}
-                shape = tuple(int(evaluate(e, at)) for e in parameter.shape)
-                name = plain.spell(parameter.name, spelled)
-                out[name] = Wanted(shape, parameter.origin, since=parameter.since)
-    for own in loader.parameters:
-        if not evaluate(own.exists, values):
-            continue
-        for at in indices(own.each, values):
-            name = plain.spell(own.name, at)
-            shape = tuple(int(evaluate(e, at)) for e in own.shape)
-            if own.origin == "absent":
-                out.pop(name, None)
-            elif own.origin != "unread" or name not in out:
-                out[name] = Wanted(shape, own.origin, own.reason)
-    return out
-
-
-def canonical(loader: Loader, name: str, release: Version) -> tuple[str, str | None]:
-    """A tensor name as the loader looks it up.
-
-    Returns:
-        The name with its prefix and legacy beginning resolved, and the release
-        since which this spelling loads, if that is newer than ``release``.
-    """
-    late: str | None = None
-    for spelling in loader.spellings:
-        if spelling.prefix is not None and name.startswith(spelling.prefix):
-            inner = name.removeprefix(spelling.prefix)
-            if inner.startswith(tuple(spelling.not_before)):
-                continue
-            name = inner
-            if Version(spelling.since) > release:
-                late = spelling.since
-    for spelling in loader.spellings:
-        if spelling.begin is not None and name.startswith(spelling.begin):
-            if Version(spelling.since) > release:
-                late = spelling.since
-            return (spelling.means or "") + name.removeprefix(spelling.begin), late
-    return name, late
-
-
 def _names(
     template: Template,
     found: Landing,
@@ -287,14 +183,20 @@ def _names(
                 f"with --sglang {release}",
             )
         )
-    for name, meant in found.dropped.items():
-        near = difflib.get_close_matches(meant, found.wanted, n=1, cutoff=0.5)
+    becomes = "drops it silently"
+    if template.loader.unknown == "refused":
+        becomes = "fails to load (KeyError)"
+    for name, more in _told(found.dropped):
+        near = difflib.get_close_matches(
+            found.dropped[name], found.wanted, n=1, cutoff=0.5
+        )
         findings.append(
             error(
                 "name-dropped",
                 name,
-                f"{architecture} has no parameter of this name and drops it "
-                "silently" + (f"; the nearest is {near[0]}" if near else ""),
+                f"{architecture} has no parameter of this name and {becomes}"
+                + (f"; the nearest is {near[0]}" if near else "")
+                + more,
                 "rename it, or remove it if the draft does not need it",
             )
         )
@@ -331,33 +233,42 @@ def _names(
                 )
             )
     for name, shapes in wanted_shapes.items():
-        findings += _shape(name, tensors[name], shapes)
-    for name in found.unset:
+        whole = found.bundled.get(name)
+        findings += _shape(name, tensors[name], shapes, whole)
+    for name, more in _told(found.unset):
         findings.append(
             error(
                 "tensor-missing",
                 _as_in_folder(name, template.loader, tensors),
                 f"no tensor sets it; {architecture} leaves it "
                 + ("at ones" if "norm" in name else "uninitialised")
-                + " without a word",
+                + f" without a word{more}",
                 "export the draft again from its checkpoint",
             )
         )
     return findings
 
 
-def _parts(loader: Loader, name: str) -> list[str]:
-    for fused, parts in loader.fused.items():
-        if name.endswith(fused):
-            return [name.removesuffix(fused) + part for part in parts]
-    return [name]
+def _told(names_: Iterable[str]) -> Iterable[tuple[str, str]]:
+    """Names; of many that differ in numbers only the first, and what it stands for."""
+    groups: dict[str, list[str]] = {}
+    for name in names_:
+        groups.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    for alike in groups.values():
+        if len(alike) <= _MANY:
+            yield from ((name, "") for name in alike)
+        else:
+            yield alike[0], f"; so for {len(alike)} names, up to {alike[-1]}"
 
 
 def _shape(
-    name: str, tensor: TensorInfo, shapes: list[tuple[int, ...]]
+    name: str,
+    tensor: TensorInfo,
+    shapes: list[tuple[int, ...]],
+    whole: tuple[int, ...] | None,
 ) -> list[Finding]:
     rows = sum(s[0] for s in shapes) if shapes[0] else 0
-    wanted = (rows, *shapes[0][1:]) if shapes[0] else ()
+    wanted = whole or ((rows, *shapes[0][1:]) if shapes[0] else ())
     if tensor.shape == wanted:
         return []
     return [

@@ -24,7 +24,12 @@ from spec_export.layout.config import build_config
 from spec_export.layout.expressions import evaluate, fields, names
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.releases import newest_known
-from spec_export.layout.targets import TargetFacts, capture_ids, context_length
+from spec_export.layout.targets import (
+    TargetFacts,
+    capture_ids,
+    context_length,
+    served_embedding,
+)
 from spec_export.layout.template import Template, families, templates
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import dig, read_variables
@@ -98,7 +103,7 @@ def make_plan(
                 "use --plugin auto",
             )
         return attempt(plugged[0])
-    plan = _first_exact(stock, attempt) if stock else attempt(plugged[0])
+    plan = _first_exact(stock, attempt, allow) if stock else attempt(plugged[0])
     if plan.ok or plugin == "never" or not plugged or not stock:
         return plan
     second = attempt(plugged[0])
@@ -130,21 +135,30 @@ def _other_ways(plan: Plan) -> list[str]:
     return list(dict.fromkeys(hints))
 
 
-def _first_exact(stock: list[Template], attempt: Callable[..., Plan]) -> Plan:
-    """The first template that is exact, before any that is so only by permission."""
+def _first_exact(
+    stock: list[Template], attempt: Callable[..., Plan], allow: tuple[str, ...]
+) -> Plan:
+    """The first template that is exact, before any that is so only by permission.
+
+    What no class of the family avoids is no reason against one of them, once allowed.
+    """
     plan = attempt(stock[0])
-    if len(stock) == 1 or (plan.ok and attempt(stock[0], ()).ok):
+    if len(stock) == 1:
+        return plan
+    reasons = [_reasons(attempt(template, ())) for template in stock]
+    shared = tuple(sorted(set(allow).intersection(*reasons)))
+    if plan.ok and reasons[0] <= set(shared):
         return plan
     for template in stock[1:]:
-        other = attempt(template, ())
+        other = attempt(template, shared)
         if other.ok:
-            reasons = ", ".join(sorted(_reasons(attempt(stock[0], ()))))
+            why = ", ".join(sorted(reasons[0] - set(shared)))
             other.findings.append(
                 info(
                     "exact-rewrite",
                     "architectures",
                     f"written for {other.architecture} ({other.algorithm}): "
-                    f"{plan.architecture} would not be exact ({reasons})",
+                    f"{plan.architecture} would not be exact ({why})",
                     "start the server with the launch line of the export; it has "
                     f"--speculative-algorithm {other.algorithm}",
                 )
@@ -201,6 +215,7 @@ def plan_with(
                 "give the target's folder with --target DIR",
             )
         )
+    values |= served_embedding(target, dtype)
     demands = [(serves.since, f"{serves.architecture}")]
     _capture(template, config, target, release, values, plan, demands)
     if _unreadable(template, values):
@@ -264,7 +279,14 @@ def _capture(
     values["layer_ids"], values["default_layer_ids"] = [], True
     if target is None or not isinstance(ids, list) or not ids:
         return
-    captured = capture_ids(ids, target, template.capture.hook, key, release)
+    captured = capture_ids(
+        ids,
+        target,
+        template.capture.hook,
+        key,
+        release,
+        draft=template.serves.architecture,
+    )
     plan.findings += captured.findings
     values["default_layer_ids"] = captured.default
     if captured.ids is not None:

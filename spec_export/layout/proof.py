@@ -17,6 +17,7 @@ from packaging.version import InvalidVersion, Version
 from spec_export.findings import CODES
 from spec_export.layout.derive import prove_derived
 from spec_export.layout.expressions import evaluate, fields, names
+from spec_export.layout.targets import served_embedding
 from spec_export.layout.template import (
     PLACEHOLDER,
     Expr,
@@ -31,7 +32,17 @@ from spec_export.layout.template import (
 
 # A name with its placeholders taken out; a rule is a name, never a regular expression.
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
-_FROM_PLAN = {"layer_ids", "default_layer_ids"}
+# How the classes of the serving plug-in are called.
+_OURS = "SpecExport"
+# Which of the target's hooks each algorithm asks for its features.
+_HOOKS = {"EAGLE3": "eagle3", "DFLASH": "dflash", "DSPARK": "dflash"}
+# SGLang starts with all of them or with none.
+_TOGETHER = {
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+}
+_FROM_PLAN = {"layer_ids", "default_layer_ids", *served_embedding(None, "bfloat16")}
 
 
 def prove(template: Template) -> None:
@@ -64,6 +75,8 @@ def prove_rules(template: Template) -> None:
     with _named(template):
         _prove_words(template)
         _prove_serves(template)
+        _prove_releases(template)
+        _prove_deviations(template)
         for a, b in itertools.combinations(template.tensors, 2):
             if patterns_overlap(a.source, b.source):
                 raise TemplateError(f"{a.source} and {b.source} match the same name")
@@ -94,11 +107,43 @@ def _prove_serves(template: Template) -> None:
         ]
         if found != [value]:
             raise TemplateError(f"the launch line has {flag} {found}, not {value}")
-    for rule in template.config:
-        if rule.key == "architectures" and rule.value != [serves.architecture]:
+    named = [rule.value for rule in template.config if rule.key == "architectures"]
+    if named != ([] if serves.replaces else [[serves.architecture]]):
+        raise TemplateError(
+            f"config.json would name {named}, the class is {serves.architecture}"
+        )
+    if serves.plugin != serves.architecture.startswith(_OURS):
+        raise TemplateError(f"plugin {serves.plugin} with {serves.architecture}")
+    hook = None if template.capture is None else template.capture.hook
+    if hook != _HOOKS.get(serves.algorithm):
+        raise TemplateError(f"{serves.algorithm} has no capture by {hook}")
+    together = sorted(_TOGETHER & set(serves.launch))
+    if together and len(together) < len(_TOGETHER):
+        raise TemplateError(f"the launch line has {together} without the others")
+
+
+def _prove_releases(template: Template) -> None:
+    """A parameter that came later has the feature that demands its release.
+
+    The lowest release of an export is what the features demand.
+    """
+    demands = {str(f.when): f.since for f in template.features}
+    for parameter in template.parameters:
+        if parameter.since != demands.get(str(parameter.exists)):
             raise TemplateError(
-                f"config.json would name {rule.value}, not [{serves.architecture}]"
+                f"{parameter.name} is there since {parameter.since}, the feature "
+                f"{parameter.exists} since {demands.get(str(parameter.exists))}"
             )
+
+
+def _prove_deviations(template: Template) -> None:
+    """What no comparison can see, because it is the same for both sides, is said."""
+    codes = {refusal.code for refusal in template.refuse if refusal.severity == "error"}
+    wanted = {"mtp-first-step"} if template.serves.algorithm == "NEXTN" else set()
+    if any(derived.transform == "scale" for derived in template.derived):
+        wanted.add("embedding-scale-rounded")
+    if wanted - codes:
+        raise TemplateError(f"nothing refuses {sorted(wanted - codes)}")
 
 
 def _prove_words(template: Template) -> None:
@@ -146,6 +191,11 @@ def _prove_loader(template: Template, loader: Loader) -> None:
     for own in loader.parameters:
         for expr in [own.exists, *own.shape, *own.each.values()]:
             _known(expr, known | set(own.each), f"loader, {own.name}")
+    for bundle in loader.bundles:
+        for expr in [*bundle.shape, *bundle.each.values()]:
+            _known(expr, known, f"loader, {bundle.name}")
+        for part in bundle.parts:
+            _sentence(part, set(bundle.each))
     for refusal in loader.refuse:
         _known(refusal.when, known, "loader")
         for text in (refusal.message, refusal.hint):
@@ -273,7 +323,10 @@ def _expressions(template: Template) -> Iterator[tuple[Expr, set[str]]]:
 
 def _sample_grid(template: Template) -> Iterator[dict[str, Any]]:
     fixed: dict[str, Any] = {"layer_ids": [1, 2, 3], "default_layer_ids": False}
+    fixed |= served_embedding(None, "bfloat16")
     free: dict[str, list[Any]] = {}
+    if any("embedding_scale" in names(expr) for expr, _ in _expressions(template)):
+        free["embedding_scale"] = [1.0, 1.5]
     for number, (name, variable) in enumerate(template.variables.items()):
         if variable.expr is not None:
             continue

@@ -7,6 +7,7 @@ exceptions are data (``ckpt_templates/targets.yaml``); the named rules are here.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,14 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from spec_export.findings import Finding, error
 from spec_export.layout.data import data_path, read_yaml
 from spec_export.layout.releases import newest_known
 
 Hook = Literal["eagle3", "dflash"]
-RuleName = Literal["output-of-layer", "first-is-one", "contains-last"]
+RuleName = Literal["output-of-layer", "first-is-one", "contains-last", "capture-point"]
 
 
 class TargetClass(BaseModel):
@@ -32,9 +33,14 @@ class TargetClass(BaseModel):
         dflash: First release with the DFlash hook.
         rule: How an explicit id list is read.
         rule_since: First release of an exceptional rule; before it the plain one.
+        rule_not_for: Draft classes whose ids are read by the plain rule all the same.
         embedding: First release that can capture the embedding output (id 0).
         last: First release that can capture the last layer's output (id n).
         note: What happens when an uncapturable id is asked for.
+        scaled_by_root_of: Key of the language model's configuration; block drafts get
+            the embedding times the square root of its value. None: as it is stored.
+        bare_tied_head: Where the head is tied it is a plain module, which DSPARK and
+            DFlash2 cannot project through.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,9 +49,12 @@ class TargetClass(BaseModel):
     dflash: str | None = None
     rule: RuleName = "output-of-layer"
     rule_since: str | None = None
+    rule_not_for: list[str] = Field(default_factory=list)
     embedding: str | None = None
     last: str | None = None
     note: str | None = None
+    scaled_by_root_of: str | None = None
+    bare_tied_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,6 +182,38 @@ def target_classes() -> dict[str, TargetClass]:
     }
 
 
+def served_embedding(target: TargetFacts | None, saved_dtype: str) -> dict[str, Any]:
+    """What block drafts get of the target's embedding and tied head, for expressions.
+
+    Args:
+        target: The target; one that is not known scales nothing.
+        saved_dtype: Of the export, for example ``bfloat16``.
+
+    Returns:
+        ``embedding_scale`` and its square, 1 for most targets; ``scale_rounds``:
+        whether weights times the scale are rounded once more at the saved dtype;
+        ``bare_head`` (``TargetClass.bare_tied_head``, and it is tied).
+    """
+    known = target_classes().get(target.architecture) if target is not None else None
+    square: Any = 1
+    bare = False
+    if target is not None and known is not None:
+        if known.scaled_by_root_of is not None:
+            # No draft is wider, and a hostile number must not overflow a float.
+            square = min(target.text.get(known.scaled_by_root_of, 1), 2**31)
+        tied = target.text.get("tie_word_embeddings", True)
+        bare = known.bare_tied_head and bool(tied)
+    scale = math.sqrt(square)
+    power_of_two = math.frexp(scale)[0] == 0.5
+    return {
+        "embedding_scale": scale,
+        "embedding_scale_squared": square,
+        "scale_rounds": not power_of_two and saved_dtype != "float32",
+        "bare_head": bare,
+        "saved_dtype": saved_dtype,
+    }
+
+
 @dataclass
 class Captured:
     """Converted layer ids and what they demand.
@@ -199,6 +240,7 @@ def capture_ids(
     key: str,
     release: Version,
     known: TargetClass | None = None,
+    draft: str = "",
 ) -> Captured:
     """Convert speculators' layer ids into SGLang's for one target.
 
@@ -209,6 +251,7 @@ def capture_ids(
         key: Config key of the source, the subject of findings.
         release: The requested SGLang release.
         known: The class description; looked up when not given.
+        draft: SGLang's class of the draft.
 
     Returns:
         The converted list, in the order to write it, with findings.
@@ -256,6 +299,8 @@ def capture_ids(
         known = TargetClass.model_validate(_targets()["unknown"])
     if outside or doubled:
         return Captured(None, findings=problems)
+    if draft in known.rule_not_for:
+        known = known.model_copy(update={"rule": "output-of-layer"})
     return _convert(sorted(ids), target, hook, key, release, known, problems)
 
 
@@ -323,6 +368,8 @@ def _convert(
     elif known.rule == "contains-last" and depth in ids:
         converted = list(ids) if hook == "eagle3" else converted
         demands.append((known.rule_since or "0", f"these layer ids with {name}"))
+    elif known.rule == "capture-point":
+        converted = list(ids)
     default = sorted({2, depth // 2, depth - 3}) == ids
     minimum = max(demands, key=lambda d: Version(d[0]), default=("0", ""))
     if Version(minimum[0]) > release and since is not None:

@@ -263,13 +263,29 @@ class LoaderParameter(_Strict):
     reason: str | None = None
 
 
+class Bundle(_Strict):
+    """A tensor with one dimension more that holds parameters of its neighbours.
+
+    ``name`` is an ending, ``parts`` are endings of the parameters that it sets.
+    """
+
+    name: str
+    each: dict[str, Expr]
+    parts: list[str]
+    shape: list[Expr]
+
+
 class Loader(_Strict):
     """How SGLang reads a folder of this class: for folders that we did not write.
 
     Attributes:
         variables: The same names as the template's, read from config.json.
         spellings: Which beginnings of names load, and since when.
+        only: A word; names without it are another model's and are not read.
+        unknown: What becomes of a name that no parameter takes: ``dropped`` without
+            a word, or ``refused``, since SGLang raises.
         fused: Tensors that hold several parameters one above the other.
+        bundles: Tensors that hold the parameters of all experts.
         contain: A word anywhere in a name -> the one parameter that it then sets.
         ignored: Words of names that the loader skips on purpose.
         parameters: Besides, and instead of, those of the template.
@@ -279,7 +295,10 @@ class Loader(_Strict):
 
     variables: dict[str, Variable]
     spellings: list[Spelling] = Field(default_factory=list)
+    only: str | None = None
+    unknown: Literal["dropped", "refused"] = "dropped"
     fused: dict[str, list[str]] = Field(default_factory=dict)
+    bundles: list[Bundle] = Field(default_factory=list)
     contain: dict[str, str] = Field(default_factory=dict)
     ignored: list[str] = Field(default_factory=list)
     parameters: list[LoaderParameter] = Field(default_factory=list)
@@ -291,7 +310,8 @@ class Serves(_Strict):
     """The SGLang side: class, algorithm and since when.
 
     ``layers`` are the decoder types that the class takes, where they decide between
-    classes.
+    classes. ``replaces`` are the target classes in whose place SGLang puts this one
+    when it reads a folder for a draft: such a folder names its target's class.
     """
 
     architecture: str
@@ -299,6 +319,7 @@ class Serves(_Strict):
     since: str
     plugin: bool = False
     layers: list[str] | None = None
+    replaces: list[str] = Field(default_factory=list)
     launch: list[str]
 
 
@@ -406,10 +427,12 @@ def _parsed() -> tuple[Template, ...]:
 
 
 def template_of_class(architecture: str) -> Template | None:
-    """The proved template whose exports have this SGLang class, if there is one."""
+    """The proved template of this class in a draft's config.json, if there is one."""
     for kind in families():
         for template in templates(kind):
-            if template.serves.architecture == architecture and template.loader:
+            serves = template.serves
+            named = architecture in (serves.architecture, *serves.replaces)
+            if named and template.loader:
                 return template
     return None
 

@@ -62,7 +62,15 @@ def _scattered(shapes: Sequence[Shape], arguments: Arguments) -> Shape:
 
 
 def _taken(shapes: Sequence[Shape], arguments: Arguments) -> Shape:
+    experts, width, *_ = shapes[0]
+    first, last = arguments["start"], arguments["start"] + arguments["rows"]
+    if not 0 <= arguments["expert"] < experts or not 0 <= first <= last <= width:
+        raise TransformError(f"take-expert: {dict(arguments)} of {shapes[0]}")
     return (int(arguments["rows"]), *shapes[0][2:])
+
+
+def _as_it_is(shapes: Sequence[Shape], arguments: Arguments) -> Shape:
+    return tuple(shapes[0])
 
 
 TRANSFORMS: dict[str, Transform] = {
@@ -76,6 +84,9 @@ TRANSFORMS: dict[str, Transform] = {
         _inserted,
         frozenset({"rows", "columns", "values"}),
     ),
+    # Every element times ``by``: exact where that is a power of two, else rounded to
+    # the saved dtype once more. What a draft adds to a residual that starts scaled.
+    "scale": Transform((1,), frozenset({"by"}), _as_it_is),
     # Rows of a draft vocabulary to their ids of the whole one, through ``d2t``; a last
     # column is 0 there and ``outside`` in all other rows: ids that are never drafted.
     "scatter-rows": Transform((1, 2), frozenset({"vocabulary", "outside"}), _scattered),

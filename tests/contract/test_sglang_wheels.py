@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from spec_export import cli
 from spec_export.artifact.weights import WeightFiles
 from spec_export.judge.reference import load_reference
-from spec_export.layout.loader import check_folder, land
+from spec_export.layout.landing import land
+from spec_export.layout.loader import check_folder
 from spec_export.layout.template import template_of_class
 from spec_export.layout.variables import read_variables
 from tests.contract.wheels import Loaded, Wheel

@@ -250,6 +250,66 @@ def test_case_17_a_markov_head_that_the_rank_denies(desk: Desk) -> None:
     desk.fails("17 rank 0", answer, "markov_head.markov_w1.weight", "markov_rank is 0")
 
 
+# ------------------------------------------- 19: dtypes, leftover quantisation, heads
+@pytest.mark.parametrize(
+    ("kind", "reduced"), [("dflash", False), ("dspark", False), ("dspark", True)]
+)
+def test_case_19_mixed_floats_become_bfloat16(
+    desk: Desk, kind: str, reduced: bool
+) -> None:
+    mixed = {
+        k: v.float() if "norm" in k or "markov" in k else v
+        for k, v in block_tensors(kind, DRAFT if reduced else VOCAB).items()
+    }
+    mixed["norm.weight"] = mixed["norm.weight"] + 2**-9  # not a bfloat16 number
+    source = block(desk, kind, add=mixed, reduced=reduced, dtype="float16")
+    answer = desk.ok(f"19 (a) {kind}", desk.finalize(source))
+    assert answer.config["dtype"] == answer.config["torch_dtype"] == "bfloat16"
+    assert {v.dtype for v in answer.tensors.values()} == {torch.bfloat16}
+    casts = [f for f in answer.manifest["findings"] if f["code"] == "dtype-cast"]
+    wide = {k for k, v in mixed.items() if v.dtype == torch.float32}
+    assert {f["subject"] for f in casts} == wide
+    error = (mixed["norm.weight"] - mixed["norm.weight"].bfloat16().float()).abs().max()
+    (cast,) = [f for f in casts if f["subject"] == "norm.weight"]
+    assert "F32" in cast["message"] and "BF16" in cast["message"]
+    assert f"{error.item():.3g}" in cast["message"] and error > 0
+    if reduced:  # the map of the draft vocabulary went into a table of floats
+        assert "d2t" not in answer.tensors
+        assert answer.manifest["vocab"]["draft_size"] == DRAFT
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_case_19_a_leftover_quantization_config(desk: Desk, kind: str) -> None:
+    source = block(desk, kind, quantization_config={"quant_method": "awq", "bits": 4})
+    answer = desk.warned(
+        f"19 (b) {kind}", desk.finalize(source), "quantization_config", "not quantised"
+    )
+    assert "quantization_config" not in answer.config
+    launch = answer.manifest["serving"]["launch"]
+    at = launch.index("--speculative-draft-model-quantization")
+    assert launch[at + 1] == "unquant"
+
+
+def test_case_19_a_packed_tensor_is_no_draft(desk: Desk) -> None:
+    name = "layers.0.mlp.down_proj.weight"
+    packed = torch.ones(H, INNER // 2, dtype=torch.uint8)
+    answer = desk.finalize(block(desk, add={name: packed}), NO)
+    desk.fails("19 packed", answer, name, "U8")
+
+
+def test_case_19_a_packed_head_is_the_server_s_matter(desk: Desk) -> None:
+    """No block draft ships a head, so a packed one of the target is not copied."""
+    target = make_target(desk.root / "T1")
+    held = load_file(target / "model.safetensors")
+    held["lm_head.weight"] = torch.ones(VOCAB, H // 2, dtype=torch.uint8)
+    save_file(held, target / "model.safetensors", {"format": "pt"})
+    source = block(desk)
+    answer = desk.ok("19 (c)", desk.finalize(source, "--target", target))
+    assert answer.manifest["target_model"]["head"] == "packed"
+    assert "lm_head.weight" not in answer.tensors
+    assert answer.data["verdict"] == "not run"
+
+
 # -------------------------------------------------------------------- 23: mask token
 def test_case_23_beyond_the_embedding(desk: Desk) -> None:
     answer = desk.finalize(block(desk, mask_token_id=VOCAB), NO)
@@ -330,6 +390,12 @@ def test_a_folder_without_manifest_is_checked(desk: Desk, kind: str) -> None:
             },
             "mask_token_id",
         ),
+        (
+            "dflash",
+            {"dflash_config": {"target_layer_ids": [1, 2, 6], "mask_token_id": 31}},
+            "dflash_config.target_layer_ids",
+        ),
+        ("dspark", {"target_layer_ids": [-1, 2, 4]}, "target_layer_ids"),
         ("dflash", {"layer_types": ["sliding_attention"] * 2}, "use_sliding_window"),
         ("dspark", {"markov_rank": ...}, "markov_rank"),
         ("dspark", {"markov_head_type": "gated"}, "markov_head.gate_proj.weight"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from speculators.train.config import TrainConfig
+from transformers import Gemma4TextConfig
 
 from spec_export.check import check_recipe
 from spec_export.layout.template import families
@@ -82,3 +83,36 @@ def test_check_refuses_the_default_window(tmp_path: Path) -> None:
         path, target=TARGETS / "qwen3_8b", allow=["sliding-window-extent"]
     )
     assert allowed.plan.ok
+
+
+def _gemma(folder: Path) -> Path:
+    """The sizes of a Gemma-4 of 42 layers, which is 2560 wide; no weights."""
+    config = Gemma4TextConfig(
+        hidden_size=2560,
+        num_hidden_layers=42,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=10240,
+        max_position_embeddings=40960,
+        architectures=["Gemma4ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_check_of_a_target_that_scales_its_embedding(tmp_path: Path) -> None:
+    gemma = _gemma(tmp_path / "gemma")
+    result = check_recipe(_recipe(tmp_path, "dflash"), target=gemma)
+    errors = [f for f in result.findings if f.severity == "error"]
+    assert [f.code for f in errors] == ["embedding-scale-rounded"]
+    assert "50.5964" in errors[0].message
+    allowed = check_recipe(
+        _recipe(tmp_path, "dflash"), target=gemma, allow=["embedding-scale-rounded"]
+    )
+    assert allowed.plan.ok, allowed.findings
+    assert allowed.plan.config["rms_norm_eps"] == pytest.approx(2560e-6)
+    assert allowed.plan.min_version == "0.5.14"
+    result = check_recipe(_recipe(tmp_path, "dspark"), target=gemma)
+    assert "target-unsupported" in {
+        f.code for f in result.findings if f.severity == "error"
+    }

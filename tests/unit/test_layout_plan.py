@@ -640,10 +640,71 @@ def test_scaled_embeddings_of_gemma_targets() -> None:
         "architectures": ["Gemma4ForCausalLM"],
         "model_type": "gemma4_text",
     }
-    found = only_error(plan_of(config, target=gemma), "forward-differs")
-    assert "gemma4_text" in found.message
+    found = only_error(plan_of(config, target=gemma), "embedding-scale-rounded")
+    assert "gemma4_text" in found.message and "2.8284" in found.message
+    assert found.hint and "--dtype float32" in found.hint
+    assert CODES["embedding-scale-rounded"].allowable
+    for plan in (
+        plan_of(config, target=gemma, allow=["embedding-scale-rounded"]),
+        plan_of(config, target=gemma, dtype="float32"),
+    ):
+        assert plan.ok and plan.config["rms_norm_eps"] == pytest.approx(8e-5)
+        scaled = {p.name: p for p in plan.placements if p.transform == "scale"}
+        parts = ("fc", "q_proj", "k_proj", "o_proj", "down_proj")
+        assert {name.split(".")[-2] for name in scaled} == set(parts)
+        assert all(p.arguments == {"by": 8**0.5} for p in scaled.values())
+        (change,) = [c for c in plan.config_changes if c.key == "rms_norm_eps"]
+        assert change.from_ == 1e-5 and "scale" in change.rule
+    biased = plan_of(dflash({"attention_bias": True}), target=gemma, dtype="float32")
+    names = {p.name for p in biased.placements if p.transform == "scale"}
+    assert "layers.0.self_attn.o_proj.bias" in names
+    assert "layers.0.self_attn.v_proj.bias" not in names
     # EAGLE-3 normalises the embedding first, so the scale is gone.
     assert plan_of(eagle3(), target=gemma).ok
+    plain = plan_of(config)
+    assert plain.config["rms_norm_eps"] == 1e-5
+    assert not any(p.transform for p in plain.placements)
+
+
+def test_a_gemma_that_nobody_looked_at() -> None:
+    other = {**T0, "architectures": ["Gemma9ForCausalLM"], "model_type": "gemma9"}
+    plan = plan_of(dflash(), target=other, allow=["target-unknown-family"])
+    assert "gemma9" in only_error(plan, "forward-differs").message
+
+
+def test_a_tied_head_that_is_the_embedding_module() -> None:
+    gemma = {
+        **T0,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_size": 16,
+    }
+    layer = {"hidden_size": 16, "num_attention_heads": 4}
+    reduced = dflash(layer, draft_vocab_size=12)
+    plan = plan_of(reduced, target=gemma)
+    assert plan.template == "dflash-qwen3"
+    assert only_error(plan, "reduced-vocabulary")
+    (said,) = [f for f in plan.findings if f.severity is Severity.INFO]
+    assert said.code == "target-unsupported" and "DSPARK" in said.message
+    own = {**gemma, "tie_word_embeddings": False}
+    assert plan_of(reduced, target=own).template == "dflash-qwen3-as-dspark"
+
+
+def test_what_no_class_avoids_forbids_no_exact_class() -> None:
+    gemma = {
+        **T0,
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "tie_word_embeddings": False,
+    }
+    reduced = dflash(draft_vocab_size=12)
+    plan = plan_of(reduced, target=gemma, allow=["embedding-scale-rounded"])
+    assert plan.ok and plan.template == "dflash-qwen3-as-dspark"
+    (said,) = [f for f in plan.findings if f.code == "exact-rewrite"]
+    assert "(reduced-vocabulary)" in said.message
+    # Nobody allowed the one that a class does avoid.
+    refused = plan_of(reduced, target=gemma, allow=["reduced-vocabulary"])
+    assert not refused.ok
 
 
 # --- releases ---------------------------------------------------------------------

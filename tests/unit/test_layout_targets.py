@@ -8,12 +8,15 @@ import pytest
 from packaging.version import Version
 
 from spec_export.findings import CODES, SpecExportError
+from spec_export.judge.checks import captured_layers
+from spec_export.judge.reference.block_config import served_scale
 from spec_export.layout.releases import newest_known, parse_release
 from spec_export.layout.targets import (
     Captured,
     Hook,
     capture_ids,
     context_length,
+    served_embedding,
     target_classes,
     target_facts,
 )
@@ -59,7 +62,10 @@ HOOKS = [
     ("Qwen3ForCausalLM", "0.4.9", "0.5.11"),
     ("Qwen3MoeForCausalLM", "0.4.9", "0.5.11"),
     ("Qwen3NextForCausalLM", "0.5.9", "0.5.11"),
-    ("Qwen3_5ForCausalLM", "0.5.22", "0.5.11"),
+    ("Qwen3_5ForConditionalGeneration", "0.5.22", "0.5.11"),
+    ("Qwen3_5MoeForConditionalGeneration", "0.5.22", "0.5.11"),
+    ("Qwen3_5ForCausalLM", "0.5.22", "0.5.22"),
+    ("Qwen3_5MoeForCausalLM", "0.5.22", "0.5.22"),
     ("Qwen3VLForConditionalGeneration", "0.5.11", "0.5.11"),
     ("DeepseekV2ForCausalLM", "0.5.4.post2", "0.5.11"),
     ("KimiK25ForConditionalGeneration", "0.5.10", "0.5.11"),
@@ -327,15 +333,96 @@ def test_list_order_does_not_matter() -> None:
     assert _ids("LlamaForCausalLM", [9, 2, 6]).ids == [1, 5, 8]
 
 
-@pytest.mark.parametrize(
-    "architecture", ["NobodyForCausalLM", "MuseGlimmerForCausalLM"]
-)
 @pytest.mark.parametrize("hook", ["eagle3", "dflash"])
-def test_unknown_family(architecture: str, hook: Hook) -> None:
-    found = _ids(architecture, PLAIN, hook=hook)
+def test_unknown_family(hook: Hook) -> None:
+    found = _ids("NobodyForCausalLM", PLAIN, hook=hook)
     assert [f.code for f in found.findings] == ["target-unknown-family"]
-    assert architecture in found.findings[0].message
+    assert "NobodyForCausalLM" in found.findings[0].message
     assert found.ids == [1, 5, 8]
+
+
+MUSE = ["MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("architecture", MUSE)
+@pytest.mark.parametrize(
+    ("draft", "written"),
+    [
+        ("DFlashDraftModel", [2, 3, 5]),
+        ("Qwen3DSparkModel", [2, 3, 5]),
+        ("DFlash2DraftModel", [1, 2, 4]),
+    ],
+)
+def test_a_target_that_counts_capture_points(
+    architecture: str, draft: str, written: list[int]
+) -> None:
+    found = capture_ids(
+        [2, 3, 5], _target(architecture), "dflash", KEY, _newest(), draft=draft
+    )
+    assert (found.ids, found.min_version, found.findings) == (written, "0.5.18", [])
+    # models/muse_glimmer.py captures before layer i; the runner adds one for DFlash2.
+    assert [i + (draft == "DFlash2DraftModel") for i in written] == [2, 3, 5]
+    export = {"architectures": [draft], "dflash_config": {"target_layer_ids": written}}
+    target = {**T0, "architectures": [architecture]}
+    assert captured_layers(export, target, "0.5.23") == [2, 3, 5]
+
+
+def test_capture_points_in_a_plan() -> None:
+    target = {**T0, "architectures": MUSE[:1]}
+    plan = plan_of(dflash(), target=target)
+    assert plan.ok and plan.config["dflash_config"]["target_layer_ids"] == [2, 3, 5]
+    assert plan.min_version == "0.5.18"
+    late = only_error(plan_of(dflash(), target=target, release="0.5.17"), TOO_OLD)
+    assert "0.5.18" in late.message
+    last = dflash(aux_hidden_state_layer_ids=[2, 3, 6])
+    found = only_error(plan_of(last, target=target), "layer-id-uncapturable")
+    assert "out of range" in found.message
+    assert only_error(plan_of(eagle3(), target=target), "target-unsupported")
+
+
+TOO_OLD = "release-too-old"
+
+
+SCALED = ["Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"]
+
+
+@pytest.mark.parametrize("architecture", [a for a, _, block in HOOKS if block])
+def test_what_block_drafts_get_of_an_embedding(architecture: str) -> None:
+    found = served_embedding(_target(architecture), "bfloat16")
+    scaled = architecture in SCALED
+    assert found["embedding_scale_squared"] == (8 if scaled else 1)
+    assert found["embedding_scale"] == pytest.approx(8**0.5 if scaled else 1)
+    assert found["scale_rounds"] is scaled and found["bare_head"] is scaled
+    assert not served_embedding(_target(architecture), "float32")["scale_rounds"]
+    # What the judge knows of it was written down a second time.
+    config = {**T0, "architectures": [architecture]}
+    assert served_scale(config) == found["embedding_scale"]
+
+
+@pytest.mark.parametrize(
+    ("width", "rounds"), [(1024, False), (4096, False), (2560, True)]
+)
+def test_a_power_of_two_rounds_nothing(width: int, rounds: bool) -> None:
+    config = {**T0, "architectures": SCALED[:1], "hidden_size": width}
+    found = served_embedding(target_facts(config), "bfloat16")
+    assert found["scale_rounds"] is rounds
+    assert found["embedding_scale_squared"] == width
+
+
+def test_a_hostile_width_overflows_nothing() -> None:
+    config = {**T0, "architectures": SCALED[:1], "hidden_size": 10**400}
+    plan = plan_of(dflash(), target=config, allow=["embedding-scale-rounded"])
+    assert only_error(plan, "target-hidden-size")
+
+
+def test_a_scale_inside_a_multimodal_configuration() -> None:
+    text = {**T0, "hidden_size": 64, "tie_word_embeddings": False}
+    config = {"architectures": SCALED[1:], "text_config": text}
+    found = served_embedding(target_facts(config), "bfloat16")
+    assert found["embedding_scale"] == 8 and not found["bare_head"]
+    assert served_scale(config) == 8
+    unknown = served_embedding(None, "bfloat16")
+    assert unknown["embedding_scale"] == 1 and not unknown["scale_rounds"]
 
 
 def test_unknown_family_is_allowed_by_name() -> None:

@@ -21,6 +21,7 @@ from spec_export.export import ExportOptions
 from spec_export.findings import SpecExportError
 from spec_export.judge.compare import largest
 from spec_export.merge import SIDE_FILE, MergeResult, merge_into
+from spec_export.serving.verify import verify
 from tests.helpers.cli import spec_export
 from tests.helpers.mtp import EXPERTS, HIDDEN, make_mtp, make_target
 
@@ -146,6 +147,20 @@ def test_the_copy_is_the_target_with_the_trained_head(desk: Desk) -> None:
     record = json.loads((merged / SIDE_FILE).read_text())
     assert record["counts"] == {"trained": 3, "unchanged": len(wanted) - 3}
     assert str(desk.root) not in (merged / SIDE_FILE).read_text()
+
+
+def test_a_merged_copy_is_checked_by_name(desk: Desk) -> None:
+    desk.merge(compare=False)
+    merged, target = desk.root / "merged", open_target(desk.target)
+    assert {f.code for f in verify(merged, target).findings} == {"manifest-missing"}
+    shard = merged / "model-00002-of-00003.safetensors"
+    held = load_file(shard)
+    name = min(n for n in held if "experts" not in n)
+    held[f"{name}_"] = held.pop(name)
+    shard.unlink()
+    save_file(held, shard, {"format": "pt"})
+    found = {f.subject for f in verify(merged, target).findings}
+    assert {name, f"{name}_"} <= found
 
 
 def test_the_target_is_left_as_it_was(desk: Desk) -> None:

@@ -97,12 +97,38 @@ def test_take_expert() -> None:
     assert np.array_equal(out, fused[2, 4:])
 
 
+@pytest.mark.parametrize("small_blocks", [False, True])
+def test_scale_by_a_power_of_two_keeps_every_bit(
+    small_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small_blocks:
+        monkeypatch.setattr(numbers, "BLOCK_BYTES", 32)
+    held = values(5, 3).astype(ml_dtypes.bfloat16)
+    out = computed("scale", [held], {"by": 16.0}, dtype="BF16")
+    assert np.array_equal(out.astype(np.float32), held.astype(np.float32) * 16)
+    bias = computed("scale", [values(7)], {"by": 0.5})
+    assert bias.shape == (7,)
+
+
+def test_scale_rounds_to_the_saved_dtype_before_and_after() -> None:
+    live, by = values(64, 8), 32**0.5
+    saved = live.astype(ml_dtypes.bfloat16)
+    out = computed("scale", [live], {"by": by}, dtype="BF16")
+    # A live float32 module and the checkpoint that is saved of it become one file.
+    assert np.array_equal(out, computed("scale", [saved], {"by": by}, dtype="BF16"))
+    wanted = (saved.astype(np.float32) * np.float32(by)).astype(ml_dtypes.bfloat16)
+    assert np.array_equal(out, wanted)
+    apart = np.abs(out.astype(np.float64) / by - saved.astype(np.float64))
+    assert 0 < (apart / np.abs(saved.astype(np.float64))).max() <= 2**-8
+
+
 def test_results_have_the_saved_dtype() -> None:
     table, d2t = values(4, 3), np.zeros(4, np.int64)
     for name, sources, arguments in (
         ("insert", [table], {"columns": [3], "value": 1}),
         ("scatter-rows", [table, d2t], {"vocabulary": 6, "outside": -10000}),
         ("take-expert", [values(2, 4, 3)], {"expert": 0, "start": 0, "rows": 4}),
+        ("scale", [table], {"by": 3.0}),
     ):
         out = computed(name, sources, arguments, dtype="BF16")
         assert out.dtype == ml_dtypes.bfloat16
@@ -116,6 +142,8 @@ def test_results_have_the_saved_dtype() -> None:
         ("take-expert", [(2, 2)], {"by": 1}, "takes ['expert'"),
         ("insert", [(2, 2)], {"value": 0, "rows": [3]}, "rows [3]"),
         ("insert", [(2,)], {"value": 0, "columns": [1]}, "has no columns"),
+        ("scale", [(2, 2)], {}, "takes ['by']"),
+        ("scale", [(2,), (2,)], {"by": 2}, "takes 1 source"),
     ],
 )
 def test_what_does_not_fit_is_said(
