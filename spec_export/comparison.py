@@ -6,6 +6,7 @@ torch is imported inside the functions, after ``require`` has said what is missi
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,6 +97,7 @@ def judge_of_checkpoint(
 
     def judge(folder: Path) -> Mapping[str, Leg]:
         from spec_export.judge import training_module
+        from spec_export.judge.engine.side import of_module
         from spec_export.judge.inputs import Inputs
         from spec_export.judge.run import layout_leg
 
@@ -117,6 +119,7 @@ def judge_of_checkpoint(
             module,
             Inputs.for_config(source.config, positions=positions),
             target=served,
+            target_config=target.config if target is not None else None,
             embed=own if served is None else None,
             release=release or newest_known(),
             window=window_of(folder),
@@ -124,13 +127,89 @@ def judge_of_checkpoint(
             steps=steps,
             write_probe=True,
         )
+        engine = not_run("engine", "the leg layout has not passed")
+        if layout.passed:
+            engine = _engine(folder, lambda: of_module(module), target, place)
         return {
             "cast": not_run("cast", "a checkpoint has no live module any more"),
             "layout": layout,
-            "engine": not_run("engine", "the real SGLang was not run here"),
+            "engine": engine,
         }
 
     return judge
+
+
+def engine_of_export(
+    folder: Path, target: Target | None, device: str, release: str | None
+) -> Leg:
+    """Leg 3 of an export, whose leg *layout* has passed; needs no speculators.
+
+    SGLang's rules, which that leg held against training, say what is expected.
+    """
+    from spec_export.judge.engine.side import Side, of_reference
+    from spec_export.judge.parts import open_reference
+    from spec_export.judge.stored_probe import load_probe
+
+    place, rules = choose_device(device), release or newest_known()
+
+    def side() -> Side | Leg:
+        import torch
+
+        assert target is not None
+        window = window_of(folder)
+        reference = open_reference(
+            *(folder, target.path, None, None, rules, place, window, torch.float32),
+            target.config,
+        )
+        if isinstance(reference, Leg):
+            return not_run("engine", reference.reason)
+        return of_reference(reference, load_probe(folder).layers)
+
+    return _engine(folder, side, target, place)
+
+
+def _engine(
+    folder: Path, side: Callable[[], Any], target: Target | None, device: str
+) -> Leg:
+    """Leg 3, the real SGLang, where one is found that can run; else the reason why.
+
+    Args:
+        folder: The export.
+        side: Gives what the rounds should be, or the leg that says why not.
+        target: The target.
+        device: ``cpu`` or ``cuda``.
+    """
+    from spec_export.judge.engine import host
+
+    python = host.sglang_python()
+    if python is None:
+        return not_run("engine", host.why_none())
+    if target is None or not target.has_weights:
+        return not_run("engine", "the target's weights are needed: --target DIR")
+    if any("quantization_config" in c for c in (target.config, target.text_config)):
+        why = "the target is quantised, which transformers and SGLang compute apart"
+        return not_run("engine", why)
+    if target.vocab_size is None:
+        return not_run("engine", "the target's configuration has no vocab_size")
+
+    from spec_export.judge.engine.leg import engine_leg, failed_to_run
+
+    try:
+        sglang = host.examine(python)
+    except host.EngineFailed as problem:
+        return failed_to_run(f"no SGLang can be run with {python.name}: {problem}")
+    found = side()
+    if isinstance(found, Leg):
+        return found
+    return engine_leg(
+        folder,
+        found,
+        sglang,
+        target=target.path,
+        serving=serving_of(folder),
+        device=device,
+        vocab_size=target.vocab_size,
+    )
 
 
 def layout_of_merged(
@@ -181,28 +260,31 @@ def leg_of_probe(
     )
 
 
-def window_of(folder: Path) -> int | None:
-    """The window that the launch line of an export gives the draft, in tokens.
+def serving_of(folder: Path) -> dict[str, Any]:
+    """``serving`` of an export; empty where a broken manifest has its own findings.
 
     Read from the weights: when an export is judged, its manifest is not there yet.
     """
-    import json
-
     first = min(folder.glob("*.safetensors"))
     embedded = read_header(first).metadata.get(METADATA_KEY)
-    if embedded is None:
-        return None
     try:
-        launch = json.loads(embedded)["serving"]["launch"]
+        serving = json.loads(embedded or "")["serving"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return serving if isinstance(serving, dict) else {}
+
+
+def window_of(folder: Path) -> int | None:
+    """The window that the launch line of an export gives the draft, in tokens."""
+    try:
+        launch = serving_of(folder)["launch"]
         return int(launch[launch.index(WINDOW_FLAG) + 1])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-        return None  # no such flag; a broken manifest has its own findings
+        return None  # no such flag
 
 
 def saved_dtype_of(folder: Path) -> Any:
     """The float dtype of an export, as torch names it."""
-    import json
-
     import torch
 
     name = json.loads((folder / "config.json").read_text())["dtype"]
@@ -223,7 +305,8 @@ def not_at_hand(source: Source, lent: Mapping[str, Any]) -> str | None:
     missing = sorted(shared - set(source.tensors) - set(lent))
     if not missing:
         return None
-    return f"{', '.join(missing)} of training are the target's: --target DIR"
+    said = f"{', '.join(missing)} of training are the target's"
+    return f"{said}, unquantised: --target DIR"
 
 
 def borrowed(source: Source, target: Target | None) -> dict[str, torch.Tensor]:
@@ -233,9 +316,9 @@ def borrowed(source: Source, target: Target | None) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     if target is None or not target.has_weights:
         return out
-    if "embed_tokens.weight" not in source.tensors:
+    if "embed_tokens.weight" not in source.tensors and not target.packed("embedding"):
         out["embed_tokens.weight"] = as_torch(target.read("embedding"))
-    if "lm_head.weight" not in source.tensors:
+    if "lm_head.weight" not in source.tensors and not target.packed("head"):
         rows = target_ids(source.read("d2t")) if "d2t" in source.tensors else None
         out["lm_head.weight"] = as_torch(target.read("head", rows))
     return out

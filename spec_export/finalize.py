@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_export.artifact import manifest as m
-from spec_export.artifact.disk import replace_file, write_file
+from spec_export.artifact.disk import disk_errors, replace_file, write_file
 from spec_export.artifact.dtypes import choose_dtype
+from spec_export.artifact.hidden import sweep
 from spec_export.artifact.publish import Staging, publish_new, replace_existing
 from spec_export.artifact.resolve import (
     ResolvedSource,
@@ -39,7 +40,7 @@ from spec_export.findings import (
     has_errors,
     usage_error,
 )
-from spec_export.judge.verdict import Leg, not_run
+from spec_export.judge.verdict import ACCEPTANCE, Leg, not_run
 from spec_export.layout.plan import deviations
 from spec_export.layout.releases import parse_release
 from spec_export.layout.tensors import TensorInfo
@@ -251,7 +252,16 @@ def _finish(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
             findings.append(error("comparison-failed", "layout", leg.reason))
         # The bytes are those of the manifest: what was found about them once holds.
         if leg.ran or not legs.get("layout", m.Leg(ran=False)).ran:
-            legs["layout"] = m.Leg.model_validate(leg.to_json())
+            again = m.Leg.model_validate(leg.to_json())
+            if (before_it := legs.get("layout")) is not None:
+                # Of text that does not travel, and of these very bytes.
+                again.acceptance = before_it.acceptance
+                again.notes += [n for n in before_it.notes if n.startswith(ACCEPTANCE)]
+            legs["layout"] = again
+        engine = _engine_again(folder, leg, target, options)
+        findings += engine.findings
+        if engine.ran or not legs.get("engine", m.Leg(ran=False)).ran:
+            legs["engine"] = m.Leg.model_validate(engine.to_json())
     findings += path_findings(options.output or folder)
     findings = apply_allow(findings, options.export.allow)
     if has_errors(findings):
@@ -304,20 +314,34 @@ def _check_fixed(manifest: m.Manifest, options: ExportOptions) -> None:
 def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -> Path:
     card = model_card(manifest).encode()
     if options.output is None or options.output.resolve() == folder:
-        replace_file(folder / CARD_NAME, card)
-        manifest.files = file_entries(folder, manifest.files | {CARD_NAME: None})
-        replace_file(folder / m.MANIFEST_NAME, manifest.to_bytes())
+        _write_in_place(folder, manifest, card)
         return folder
     with Staging(options.output.parent, options.output.name) as staging:
         for name in manifest.files:
             place = staging.path / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(folder / name, place)
+            with disk_errors(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(folder / name, place)
         write_file(staging.path / CARD_NAME, card)
         manifest.files = file_entries(staging.path)
         manifest.write(staging.path)
         publish = replace_existing if options.force else publish_new
         return publish(staging.path, options.output)
+
+
+def _write_in_place(folder: Path, manifest: m.Manifest, card: bytes) -> None:
+    """Write the card, then the manifest that lists it.
+
+    Whoever reads meanwhile, or after a crash, finds an export that verifies: while the
+    card is replaced, no manifest vouches for it.
+    """
+    sweep(folder)
+    before = m.Manifest.read(folder)
+    if before.files.pop(CARD_NAME, None) is not None:
+        replace_file(folder / m.MANIFEST_NAME, before.to_bytes())
+    fact = replace_file(folder / CARD_NAME, card)
+    manifest.files[CARD_NAME] = m.FileEntry(sha256=fact.sha256, size=fact.size)
+    replace_file(folder / m.MANIFEST_NAME, manifest.to_bytes())
 
 
 def _target_of_export(
@@ -341,6 +365,19 @@ def _compare_again(
         return not_run("layout", "the export carries no probe of the training side")
     comparison.require()
     return comparison.leg_of_probe(
+        folder, target, options.device, options.export.sglang
+    )
+
+
+def _engine_again(
+    folder: Path, layout: Leg, target: Target | None, options: FinalizeOptions
+) -> Leg:
+    """Leg 3, where leg 2 has just passed: what it stands on."""
+    from spec_export import comparison
+
+    if not layout.passed:
+        return not_run("engine", "the leg layout has not passed")
+    return comparison.engine_of_export(
         folder, target, options.device, options.export.sglang
     )
 

@@ -2,7 +2,7 @@
 
 Three legs (``Leg``), each reported apart: *cast* (the live module against the same
 at the saved dtype), *layout* (the training module against a serving reference that
-reads only the export folder) and *engine* (the real SGLang, run elsewhere).
+reads only the export folder) and *engine* (the real SGLang, in its own processes).
 
 This room imports neither ``layout`` nor ``artifact`` nor ``export``: it writes down
 SGLang's loading rules and forward a second time, so that a mistake made there cannot
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spec_export.judge.verdict import Leg, StepMetrics, Tolerance, not_run
 
 if TYPE_CHECKING:
+    from spec_export.judge.engine.leg import engine_leg
     from spec_export.judge.probe import (
         Inputs,
         Probe,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         training_logits,
         training_module,
     )
-    from spec_export.judge.run import cast_leg, engine_leg, layout_leg, probe_leg
+    from spec_export.judge.run import cast_leg, layout_leg, probe_leg
 
 __all__ = [
     "Inputs",
@@ -45,7 +46,8 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("cast_leg", "engine_leg", "layout_leg", "probe_leg"), "run"),
+    "engine_leg": "engine.leg",
+    **dict.fromkeys(("cast_leg", "layout_leg", "probe_leg"), "run"),
     **dict.fromkeys(
         (
             "Inputs",

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from spec_export.judge.inputs import Inputs
+from spec_export.judge.seeded import uniform
 
 _ANCHORS = 32  # blocks of one forward; its attention mask grows with their square
 # Rows times proposals of a comparison: as much as three steps of EAGLE-3.
@@ -114,7 +115,70 @@ def block_differences(reference: Any, draft: Any) -> list[str]:
             f"the selector reranks {reference.config.top_k} candidates in SGLang, "
             f"{selector.top_k} in training"
         )
-    return problems
+    problems += _table_problems(reference, draft)
+    return problems + _confidence(reference, draft)
+
+
+def _table_problems(reference: Any, draft: Any) -> list[str]:
+    """Rows of tokens that no compared row had before it.
+
+    The table of preceding tokens is held against training's through the other table,
+    summed with random weights: a rank more or another order of ranks is no difference.
+    """
+    names, held = reference.tables, dict(draft.named_parameters())
+    if not names or not set(names) <= set(held):
+        return []
+    trained = [held[name].detach().cpu() for name in names]
+    served = [reference.weights[name].cpu() for name in names]
+    if reference.hot_token_id is not None:
+        served[1] = served[1][reference.hot_token_id.cpu()]
+    if [len(table) for table in served] != [len(table) for table in trained]:
+        return []  # logits of so many tokens cannot be compared, and say so
+    weights = uniform(len(trained[1]), 5).double() - 0.5
+
+    def through(tables: list[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+        return tables[0].double() @ (tables[1].double().T @ weights)
+
+    apart = (through(trained, weights) - through(served, weights)).abs()
+    size = through([table.abs() for table in trained], weights.abs())
+    wrong = (apart > _unit(reference) * size).nonzero().reshape(-1)
+    if not len(wrong):
+        return []
+    return [f"{names[0]}: {len(wrong)} rows are not training's, the first {wrong[0]}"]
+
+
+def _unit(reference: Any) -> float:
+    """Share of a product of two saved values by which rounding may move it."""
+    return float(torch.finfo(getattr(torch, reference.config.dtype)).eps)
+
+
+def _confidence(reference: Any, draft: Any) -> list[str]:
+    """The confidence head, which some modes of SGLang cut rounds by.
+
+    No logit shows it, and the default mode does not load it.
+    """
+    head = getattr(draft, "confidence_head", None)
+    if head is None:
+        return []
+    name = "confidence_head.proj"
+    count, hidden = 64, draft.hidden_size
+    states = uniform(count * hidden, 6).view(count, hidden) - 0.5
+    before = torch.arange(count) * len(draft.embed_tokens.weight) // count
+    weight = head.proj.weight
+    features = states.to(weight.device, weight.dtype)
+    if draft.config.confidence_head_with_markov:
+        latent = draft.markov_head.prev_embeddings(before.to(weight.device))
+        features = torch.cat([features, latent.to(features.dtype)], -1)
+    one = head(features).detach().double().cpu()
+    try:
+        other = reference.confidence(states, before).double().cpu()
+    except (KeyError, RuntimeError) as problem:
+        return [f"{name} does not fit SGLang's confidence head: {problem}"]
+    sizes = F.linear(features.abs(), weight.abs(), head.proj.bias.abs())[:, 0]
+    allowed = _unit(reference) + 8 * torch.finfo(reference.dtype).eps
+    if bool(((one - other).abs() <= allowed * sizes.detach().double().cpu()).all()):
+        return []
+    return [f"{name} gives another confidence than in training"]
 
 
 def diagnose_block(

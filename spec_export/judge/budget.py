@@ -23,7 +23,7 @@ def fitting(
     few: float = 0,
     together: bool = False,
 ) -> Inputs:
-    """As many rows as fit into the time, judged by two short forwards.
+    """As many rows as fit into the time, judged by a short forward, or two.
 
     Args:
         inputs: The rows asked for.
@@ -32,31 +32,37 @@ def fitting(
         device: Where it runs.
         full: Forwards of all rows that the comparison needs.
         few: Forwards of few rows that it needs besides.
-        together: All ranks of a collective forward must agree: rank 0 decides.
+        together: All ranks of a collective forward must agree: rank 0's clock counts.
     """
     low, high = FEWEST_POSITIONS, 4 * FEWEST_POSITIONS
     if len(inputs) <= high:
         return inputs
-    if device.type == "cuda":
-        forward(inputs.first(low))  # the first one pays for caches
 
     def measured(count: int) -> float:
         start = time.perf_counter()
         forward(inputs.first(count))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        took = time.perf_counter() - start
+        if not together:
+            return took
+        agreed = torch.tensor([took], device=device, dtype=torch.float64)
+        torch.distributed.broadcast(agreed, 0)
+        return float(agreed)
 
     least = measured(low)
-    left = seconds - (1 + full + few) * least
+    left = seconds - least
+    # Were it all in proportion to the rows: a part of each forward is not.
+    if full * least * len(inputs) / low + few * least <= left:
+        return inputs
+    if device.type == "cuda":  # the first one paid for caches
+        least = measured(low)
+        left -= least
+    left -= (full + few) * least
     rows = low
-    if together or left > least:  # otherwise a longer look costs more than it tells
+    if left > least:  # otherwise a longer look costs more than it tells
         more = measured(high)
         per_row = max(more - least, 1e-9) / (high - low)
         rows = int(low + max(left - more, 0.0) / full / per_row)
         rows = max(min(rows, len(inputs)), low)
-    if together:
-        agreed = torch.tensor([rows], device=device)
-        torch.distributed.broadcast(agreed, 0)
-        rows = int(agreed)
     return inputs.first(rows)

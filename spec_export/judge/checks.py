@@ -1,4 +1,4 @@
-"""What logits of given features cannot show: which features, in which dtype, of what.
+"""What logits of given features cannot show: which features, which dtype, how served.
 
 The comparison feeds both sides the same features, so whether SGLang would capture
 those of the same layers is held against the configurations here, by SGLang's rules
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from spec_export.judge.inputs import Inputs
+from spec_export.judge.reference.block_config import FAMILIES, made_up_layers
 from spec_export.judge.reference.eagle3 import Eagle3Reference
 from spec_export.judge.reference.loading import weight_files
 from spec_export.judge.reference.serving_config import parse_release
@@ -30,7 +32,21 @@ _FIRST_IS_ONE = (
     "Glm4MoeLiteForCausalLM",
 )
 _CONTAINS_LAST = ("GptOssForCausalLM",)
+_CAPTURE_POINTS = ("MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration")
 _DEFAULT_MOVED = ("MiniMaxM3SparseForConditionalGeneration",)
+_ALGORITHMS = {
+    "LlamaForCausalLMEagle3": ("EAGLE3",),
+    "SpecExportEagle3ForCausalLM": ("EAGLE3",),
+    "DFlashDraftModel": ("DFLASH",),
+    "DFlash2DraftModel": ("DFLASH",),
+    "Qwen3DSparkModel": ("DSPARK",),
+}
+_QUANTIZATION = "--speculative-draft-model-quantization"
+_TOGETHER = {
+    "--speculative-num-steps",
+    "--speculative-eagle-topk",
+    "--speculative-num-draft-tokens",
+}
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 
 
@@ -60,9 +76,15 @@ def captured_layers(
     depth = int(_text(target)["num_hidden_layers"])
     architecture = (target.get("architectures") or [""])[0]
     number = parse_release(release)
-    block = config.get("dflash_config") or {}
-    if block.get("target_layer_ids"):
-        return sorted(k + 1 for k in block["target_layer_ids"])
+    if (config.get("architectures") or [""])[0] in FAMILIES:
+        block = config.get("dflash_config") or {}
+        ids = block.get("target_layer_ids", config.get("target_layer_ids"))
+        ids = ids or made_up_layers(depth, int(config["num_hidden_layers"]))
+        # This target's hook counts residuals; the runner adds one for DFlash2 alone.
+        as_they_are = architecture in _CAPTURE_POINTS and config["architectures"] != [
+            "DFlash2DraftModel"
+        ]
+        return sorted(k + (not as_they_are) for k in ids)
     if "Eagle3" not in (config.get("architectures") or [""])[0]:
         return None
     eagle = config.get("eagle_config") or {}
@@ -111,6 +133,55 @@ def config_of(target: Path | None) -> dict[str, Any] | None:
         return None
     found = json.loads((target / "config.json").read_text())
     return found if isinstance(found, dict) else None
+
+
+def launch_problems(
+    folder: Path, target: Mapping[str, Any] | None, release: str
+) -> list[str]:
+    """Whether a server started with the export's launch line computes the draft.
+
+    Args:
+        folder: The export; one without our manifest has no launch line.
+        target: The target's ``config.json``.
+        release: The SGLang release that the line is for.
+    """
+    launch = _launch_of(folder)
+    if launch is None:
+        return []
+    config = json.loads((folder / "config.json").read_text())
+    name, number = config["architectures"][0], parse_release(release)
+    given = dict(pairwise([*launch, ""]))
+    algorithm = given.get("--speculative-algorithm")
+    problems = []
+    if algorithm not in _ALGORITHMS.get(name, ("NEXTN", "EAGLE")):
+        problems.append(f"the launch line starts {algorithm}, not what {name} is for")
+    if given.get("--speculative-draft-model-path") != "{draft}":
+        problems.append("the launch line does not start this draft")
+    if 0 < len(_TOGETHER - set(given)) < len(_TOGETHER):
+        missing = ", ".join(sorted(_TOGETHER - set(given)))
+        problems.append(f"SGLang does not start without {missing} beside the others")
+    method = given.get(_QUANTIZATION)
+    quantised = {**(target or {}), **_text(target or {})}.get("quantization_config")
+    if method != "unquant" and (method or (quantised and number >= (0, 5, 7, 0))):
+        # Else it inherits --quantization.
+        problems.append(f"the launch line lacks {_QUANTIZATION} unquant")
+    if number < (0, 5, 11, 0) and "--disable-cuda-graph" not in launch:
+        ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        depth = _text(target or {}).get("num_hidden_layers")
+        if ids and depth and sorted(ids) != [1, depth // 2 - 1, depth - 4]:
+            problems.append(f"SGLang {release} resets the layer ids for CUDA graphs")
+    return problems
+
+
+def _launch_of(folder: Path) -> list[str] | None:
+    """The launch line in the part of the manifest that travels with the weights."""
+    with safe_open(weight_files(folder)[0], framework="pt") as handle:
+        embedded = (handle.metadata() or {}).get("spec_export.manifest")
+    try:
+        found = json.loads(embedded or "")["serving"]["launch"]
+    except (ValueError, KeyError, TypeError):
+        return None  # a broken manifest has its own findings
+    return found if isinstance(found, list) else None
 
 
 def dtype_problems(folder: Path, dtype: str) -> list[str]:

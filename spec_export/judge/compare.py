@@ -25,7 +25,7 @@ __all__ = [
 REORDERED_FACTOR = 8.0
 NARROW_FACTOR = 4.0
 SMALL_FLOAT32 = 1e-5
-_CHUNK = 64  # rows in float64 at a time
+_CHUNK = 16  # rows in float64 at a time
 
 
 def compare_logits(

@@ -33,14 +33,9 @@ def main_weight(draft: Any) -> torch.Tensor:
     return weight
 
 
-def jitters(draft: Any) -> range:
-    """Seeds of the random errors that stand for rounding: several if it routes.
-
-    A token near the border of two experts takes the other one after the smallest
-    change, so the largest difference is a matter of luck: one try may meet no border.
-    """
-    routes = is_mtp(draft) and hasattr(draft.mtp_layers[0].mlp, "experts")
-    return range(7, 15 if routes else 8)
+def routes(draft: Any) -> bool:
+    """Whether a draft sends each token to experts that it chooses."""
+    return is_mtp(draft) and hasattr(draft.mtp_layers[0].mlp, "experts")
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,9 @@ from spec_export.judge.compare import (
 )
 from spec_export.judge.inputs import Inputs, document_spans
 from spec_export.judge.modes import (
+    Change,
     ReorderedSums,
+    rounded_scaled,
 )
 from spec_export.judge.probe import (
     LOSS_ONLY,
@@ -30,6 +33,7 @@ from spec_export.judge.probe import (
 )
 from spec_export.judge.reference import load_reference
 from spec_export.judge.reference.block import BlockReference
+from spec_export.judge.reference.block_config import served_scale
 from spec_export.judge.reference.eagle3 import Eagle3Reference
 from spec_export.judge.reference.mtp import MtpReference
 from spec_export.judge.reference.serving_config import (
@@ -59,12 +63,16 @@ def open_reference(
     device: str | torch.device,
     window: int | None,
     dtype: torch.dtype,
+    about: Mapping[str, Any] | None = None,
 ) -> Reference | Leg:
-    """The serving side, or the leg that says why there is none."""
+    """The serving side, or the leg that says why there is none.
+
+    ``about`` is the target's configuration.
+    """
     try:
         if target is not None:
             embed, head = target_tensors(target)
-        return load_reference(
+        reference = load_reference(
             folder,
             embed=embed,
             head=head,
@@ -73,6 +81,9 @@ def open_reference(
             device=device,
             window=window,
         )
+        if isinstance(reference, BlockReference):
+            reference.embed_scale = served_scale(about)
+        return reference
     except ServingError as problem:
         return failed_leg("layout", f"SGLang would not load it: {problem}", ())
     except (TypeError, KeyError) as problem:  # as SGLang itself over such a config
@@ -81,6 +92,27 @@ def open_reference(
     except (ReferenceUnsupported, TargetUnreadable) as problem:
         said = warning("comparison-not-run", "comparison.layout", str(problem))
         return replace(not_run("layout", str(problem)), findings=(said,))
+
+
+def scaled_weights(draft: Any, reference: Reference) -> dict[int, Change]:
+    """What rounding does to weights that SGLang has to get scaled.
+
+    Where the target scales its embedding, so has to be whatever is added to the
+    residual or goes into another norm. By what is no power of two, that rounds twice.
+
+    Returns:
+        ``id`` of the parameter to its change; empty where nothing is rounded twice.
+    """
+    scale = reference.embed_scale if isinstance(reference, BlockReference) else 1.0
+    saved = reference.config.dtype
+    if saved == "float32" or math.frexp(scale)[0] == 0.5:
+        return {}
+    change = rounded_scaled(getattr(torch, saved), scale)
+    return {
+        id(parameter): change
+        for name, parameter in draft.named_parameters()
+        if name.split(".")[-2] in ("fc", "q_proj", "k_proj", "o_proj", "down_proj")
+    }
 
 
 def blind_leg(reason: str) -> Leg:
@@ -219,12 +251,15 @@ def shortest_window(reference: Reference) -> float:
 
 
 def not_finite(module: nn.Module, dtype: torch.dtype) -> list[str]:
-    """Weights that the saved dtype cannot hold."""
+    """Weights that the saved dtype cannot hold: their extremes tell, NaN included."""
     return [
         f"{name} is not finite as {dtype_name(dtype)}"
         for name, value in drafting_module(module).named_parameters()
         if name.split(".")[0] not in LOSS_ONLY
-        and not bool(value.detach().to(dtype).isfinite().all())
+        and not all(
+            bool(extreme.to(dtype).isfinite())
+            for extreme in (value.detach().amin(), value.detach().amax())
+        )
     ]
 
 
@@ -246,6 +281,27 @@ def notes_on(reference: Reference, inputs: Inputs) -> tuple[str, ...]:
             "both differences are accepted and not compared"
         )
     return tuple(notes)
+
+
+def rounding_notes(
+    once: list[torch.Tensor], twice: list[torch.Tensor], rows: torch.Tensor
+) -> tuple[str, ...]:
+    """What it costs that scaled weights are rounded twice.
+
+    Args:
+        once: Logits of training, rounded to the saved dtype.
+        twice: The same with what the scaled weights mean.
+        rows: Those compared.
+    """
+    cost = compare_logits(once, twice, rows)
+    kl = max(m.kl_mean for m in cost)
+    note = (
+        "weights that are saved as much larger as the target's embedding is were "
+        f"rounded twice, and compared as they are then: that moves logits by up to "
+        f"{largest(cost):.1e} of their range, the mean KL is {kl:.1e} nats, top-1 "
+        f"agrees at {min(m.top1 for m in cost):.1%}"
+    )
+    return (note,)
 
 
 def findings_of(

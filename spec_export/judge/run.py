@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spec_export.judge.acceptance import both_sides
+from spec_export.judge.acceptance import both_sides, target_choice
 from spec_export.judge.block_probe import (
     block_differences,
     block_rows,
@@ -26,6 +27,7 @@ from spec_export.judge.checks import (
     capture_problems,
     config_of,
     dtype_problems,
+    launch_problems,
     relabel,
     trained_layers,
 )
@@ -40,12 +42,14 @@ from spec_export.judge.diagnose import diagnose
 from spec_export.judge.explain import token_map_differences
 from spec_export.judge.inputs import Inputs
 from spec_export.judge.modes import (
+    Change,
     ChangedWeights,
     ReorderedSums,
+    SameExperts,
     jittered,
     rounded_to,
 )
-from spec_export.judge.mtp_probe import first_step_note, jitters, main_weight
+from spec_export.judge.mtp_probe import first_step_note, main_weight, routes
 from spec_export.judge.parts import (
     NEWEST,
     PROBE_NOTE,
@@ -61,6 +65,8 @@ from spec_export.judge.parts import (
     open_reference,
     over,
     problems_of,
+    rounding_notes,
+    scaled_weights,
     serve,
 )
 from spec_export.judge.probe import (
@@ -76,7 +82,7 @@ from spec_export.judge.reference.serving_config import (
 )
 from spec_export.judge.seeded import digest
 from spec_export.judge.stored_probe import Probe, save_probe
-from spec_export.judge.verdict import Leg, StepMetrics, not_run
+from spec_export.judge.verdict import Leg, StepMetrics
 
 
 def layout_leg(
@@ -94,6 +100,7 @@ def layout_leg(
     window: int | None = None,
     max_seconds: float | None = None,
     saved_dtype: torch.dtype | None = None,
+    trained: Sequence[torch.Tensor] | None = None,
     write_probe: bool = False,
     probe_metadata: Mapping[str, Any] | None = None,
 ) -> Leg:
@@ -120,6 +127,8 @@ def layout_leg(
         window: ``--speculative-draft-window-size`` of the launch line.
         max_seconds: Time budget; fewer positions are compared where it is short.
         saved_dtype: Round the training side's weights to it, for a live module.
+        trained: The training side's logits of these very rows at ``saved_dtype``,
+            where they are known already (``cast_with_logits``).
         write_probe: Write ``folder/probe/`` unless the leg fails.
         probe_metadata: JSON values to keep in the probe.
 
@@ -127,13 +136,17 @@ def layout_leg(
         The leg; never raises for what SGLang would refuse (that is a failed leg).
     """
     began = time.monotonic()
-    dtype = main_weight(drafting_module(module)).dtype
+    draft = drafting_module(module)
+    dtype = main_weight(draft).dtype
+    about = target_config or config_of(target)
+    if is_block(draft) and embed is not None and head is None:
+        whole = draft.lm_head.weight  # training's copy of the target's, if it is whole
+        head = whole if len(whole) == len(embed) else None
     reference = open_reference(
-        folder, target, embed, head, release, device, window, dtype
+        folder, target, embed, head, release, device, window, dtype, about
     )
     if isinstance(reference, Leg):
         return reference
-    draft = drafting_module(module)
     relabelled = relabel(reference, target_ids(module))
     if isinstance(reference, BlockReference):
         steps, inputs = proposals(draft), block_rows(draft, inputs)
@@ -142,13 +155,23 @@ def layout_leg(
         return blind_leg(blind)
 
     saved = saved_dtype or dtype
+    twice = scaled_weights(draft, reference)
 
-    def training(rows: Inputs, compute: torch.dtype = dtype) -> list[torch.Tensor]:
-        with ChangedWeights(lambda w: w.to(saved).to(compute)):
+    def training(
+        rows: Inputs,
+        compute: torch.dtype = dtype,
+        others: Mapping[int, Change] = twice,
+    ) -> list[torch.Tensor]:
+        with ChangedWeights(
+            lambda w: w.to(saved).to(compute),
+            {key: lambda w, c=c: c(w).to(compute) for key, c in others.items()},  # type: ignore[misc]
+        ):
             return training_logits(module, rows, steps, compute=compute)
 
     asked = len(inputs)
-    if max_seconds is not None:
+    if twice:
+        trained = None  # the export holds other weights than were run
+    if max_seconds is not None and trained is None:
         # Training, serving and reordered sums; then a chain of few rows.
         inputs = fitting(inputs, max_seconds, training, reference.device, full=3, few=3)
     try:
@@ -156,7 +179,7 @@ def layout_leg(
             wrong = block_differences(reference, draft)
             if wrong:
                 return failed_leg("layout", "; ".join(wrong), ())
-        trained = training(inputs)
+        trained = list(trained or training(inputs))
         blind = blind_logits(trained, inputs.rows())
         if blind is not None:
             return blind_leg(blind)
@@ -170,19 +193,19 @@ def layout_leg(
         tolerance = layout_tolerance(training, inputs, trained, dtype)
     problems = problems_of(reference, metrics, tolerance)
     trained_on = trained_layers(draft.config)
-    about = target_config or config_of(target)
     problems += capture_problems(folder, about, trained_on, release)
+    problems += launch_problems(folder, about, release)
     if not isinstance(reference, MtpReference):  # a copy of its target holds several
         problems += dtype_problems(folder, reference.config.dtype)
     problems += token_map_differences(reference, target_ids(module))
     chains: tuple[StepMetrics, ...] = ()
     if not problems and not isinstance(reference, MtpReference):
-        with ChangedWeights(rounded_to(saved)):
+        with ChangedWeights(rounded_to(saved), twice):
             chains = compare_chain(module, reference, inputs, steps, trained)
         problems = over(chains, tolerance, "logits of the free-running chain")
     diagnosis: list[str] = []
     if problems:
-        with ChangedWeights(rounded_to(saved)):
+        with ChangedWeights(rounded_to(saved), twice):
             level = tolerance.max_rel
             if not isinstance(reference, Eagle3Reference):
                 diagnosis = _diagnose_block(module, reference, inputs, level)
@@ -198,6 +221,12 @@ def layout_leg(
             layers=trained_on,
             metadata=probe_metadata,
         )
+    acceptance: dict[str, float] | None = None
+    counted: tuple[str, ...] = ()
+    if inputs.recorded and not isinstance(reference, MtpReference):
+        choice = target_choice(inputs, target, about, reference.device)
+        ids = target_ids(module)
+        acceptance, counted = both_sides(trained, served, inputs, ids, choice)
     return Leg(
         "layout",
         "fail" if problems else "pass",
@@ -208,17 +237,20 @@ def layout_leg(
         steps=steps,
         metrics=metrics,
         free_running=chains,
-        acceptance=(
-            both_sides(trained, served, inputs, target_ids(module))
-            if isinstance(reference, Eagle3Reference)
-            else None
-        ),
+        acceptance=acceptance,
         tolerance=tolerance,
         diagnosis=tuple(diagnosis),
         notes=(
+            inputs.described(),
+            *counted,
             *relabelled,
             *notes_on(reference, inputs),
             *first_step_note(draft, inputs, target),
+            *(
+                rounding_notes(training(inputs, others={}), trained, inputs.rows())
+                if twice
+                else ()
+            ),
         ),
         seconds=time.monotonic() - began,
         findings=findings_of("layout", problems, diagnosis, asked, len(inputs)),
@@ -254,8 +286,9 @@ def probe_leg(
     """
     began = time.monotonic()
     dtype, inputs = torch.float32, probe.inputs
+    about = config_of(target)
     reference = open_reference(
-        folder, target, embed, head, release, device, window, dtype
+        folder, target, embed, head, release, device, window, dtype, about
     )
     if isinstance(reference, Leg):
         return reference
@@ -278,7 +311,7 @@ def probe_leg(
         here = calibrated(noise, dtype, REORDERED_FACTOR, "reordered sums")
         tolerance = max(probe.believed(), here, key=lambda t: t.max_rel)
     problems = problems_of(reference, metrics, tolerance)
-    problems += capture_problems(folder, config_of(target), probe.layers, release)
+    problems += capture_problems(folder, about, probe.layers, release)
     if digest(reference.to_target(ids).cpu().long()) != probe.hot_ids_digest:
         problems.append("the token map is not the one of training")
     return Leg(
@@ -310,7 +343,8 @@ def cast_leg(
     Weights are rounded one by one where they are used, so the live module is left
     untouched, bit for bit, and no second copy exists. Under FSDP2 every rank must call
     this (a forward is a collective). Fails if a weight or logit is not finite at the
-    saved dtype, or if rounding costs more than random errors of its size do.
+    saved dtype, or if rounding costs more than random errors of its size do. Costs
+    three forwards of the rows: as it is, rounded, with random errors.
 
     Args:
         live_module: The module in training, or a wrapper of it.
@@ -319,16 +353,30 @@ def cast_leg(
         steps: Chained draft steps.
         max_seconds: Time budget; fewer positions are compared where it is short.
     """
+    leg, _, _ = cast_with_logits(
+        live_module, inputs, saved_dtype, steps, max_seconds=max_seconds
+    )
+    return leg
+
+
+def cast_with_logits(
+    live_module: nn.Module,
+    inputs: Inputs,
+    saved_dtype: torch.dtype | str,
+    steps: int = 3,
+    *,
+    max_seconds: float | None = None,
+) -> tuple[Leg, Inputs, list[torch.Tensor]]:
+    """``cast_leg``, the rows that it took, and their logits at the saved dtype."""
     began = time.monotonic()
     if isinstance(saved_dtype, str):
         saved_dtype = getattr(torch, saved_dtype)
         assert isinstance(saved_dtype, torch.dtype)
-    weight = main_weight(drafting_module(live_module))
-    asked = len(inputs)
     draft = drafting_module(live_module)
+    weight = main_weight(draft)
     if is_block(draft):
         steps, inputs = proposals(draft), block_rows(draft, inputs)
-        asked = len(inputs)
+    asked = len(inputs)
     if max_seconds is not None:
         inputs = fitting(
             inputs,
@@ -338,21 +386,31 @@ def cast_leg(
             full=3,
             together=hasattr(weight, "device_mesh"),
         )
-    live = training_logits(live_module, inputs, steps)
-    with ChangedWeights(rounded_to(saved_dtype)):
-        rounded = training_logits(live_module, inputs, steps)
+    experts = SameExperts()
+
+    def logits(change: Change | None = None) -> list[torch.Tensor]:
+        with ExitStack() as stack:
+            if routes(draft):
+                stack.enter_context(experts.run())
+            if change is not None:
+                stack.enter_context(ChangedWeights(change))
+            return training_logits(live_module, inputs, steps)
+
+    rounded = logits(rounded_to(saved_dtype))  # first: with experts of its own
+    live = logits()
     metrics = compare_logits(live, rounded, inputs.rows())
-    del rounded
-    noise: list[StepMetrics] = []
-    for seed in jitters(draft):
-        with ChangedWeights(jittered(saved_dtype, seed)):
-            noisy = training_logits(live_module, inputs, steps)
-        noise += compare_logits(live, noisy, inputs.rows())
+    noise = compare_logits(live, logits(jittered(saved_dtype)), inputs.rows())
     what = f"random errors of half a unit of {dtype_name(saved_dtype)} in each weight"
     tolerance = calibrated(noise, weight.dtype, NARROW_FACTOR, what)
     problems = not_finite(live_module, saved_dtype)
     problems += over(metrics, tolerance, "logits")
-    return Leg(
+    notes = [f"weights rounded to {dtype_name(saved_dtype)}", inputs.described()]
+    if experts.moved:
+        notes.append(
+            f"{experts.moved[0]:.1%} of the tokens take other experts once weights "
+            "are rounded; here both sides took the same ones, so no figure shows that"
+        )
+    leg = Leg(
         "cast",
         "fail" if problems else "pass",
         "; ".join(problems),
@@ -362,10 +420,11 @@ def cast_leg(
         steps=steps,
         metrics=metrics,
         tolerance=tolerance,
-        notes=(f"weights rounded to {dtype_name(saved_dtype)}",),
+        notes=tuple(notes),
         seconds=time.monotonic() - began,
         findings=findings_of("cast", problems, [], asked, len(inputs)),
     )
+    return leg, inputs, rounded
 
 
 def _diagnose_block(
@@ -389,8 +448,3 @@ def _diagnose_block(
         lambda _, n, v: served.append((n, v)),
     )
     return diagnose_block(trained, served, level)
-
-
-def engine_leg(reason: str) -> Leg:
-    """Leg 3 of a process that does not run SGLang: ``not run``, with the reason."""
-    return not_run("engine", reason)

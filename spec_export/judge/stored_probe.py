@@ -153,7 +153,12 @@ def save_probe(
     layers: Sequence[int] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write ``folder/probe/``.
+    """Write ``folder/probe/``, which whoever gets the export can read.
+
+    Rows that are recorded from a batch of training are left out where rows of a seed
+    stand beside them: their token ids are text of the training data, and so are, to
+    whoever has the target, their features. Rows that are all recorded are stored as
+    they are; only a caller who wants that hands over such.
 
     Args:
         folder: The export.
@@ -167,6 +172,9 @@ def save_probe(
     Returns:
         The files written, relative to ``folder``.
     """
+    travelling = inputs.seeded()
+    logits = [step[len(inputs) - len(travelling) :] for step in logits]
+    inputs = travelling
     rows = inputs.rows()
     top, condensed, ranges = [], [], []
     for step in logits:

@@ -11,6 +11,8 @@ from spec_export.findings import Finding
 
 LegName = Literal["cast", "layout", "engine"]
 Verdict = Literal["pass", "fail", "not run"]
+# How the note begins that says how acceptance lengths were counted.
+ACCEPTANCE = "acceptance: "
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,31 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class PromptRounds:
+    """Verification rounds of one prompt in the real engine, and what was expected.
+
+    Attributes:
+        served: How many rounds accepted 0, 1, ... drafts in SGLang.
+        expected: The same by the training side.
+        closest: The smallest difference of logits, as a share of their range, that
+            has to be overturned to come from one to the other; 0 where they are equal.
+        target_gap: By how much transformers' target prefers another token than
+            SGLang's anywhere in the continuation; a share of its range too.
+        counted: Whether the prompt is evidence.
+        accepting: Expected rounds that accept a draft.
+        refusing: Expected rounds that accept fewer than the draft vocabulary allows.
+    """
+
+    served: tuple[int, ...]
+    expected: tuple[int, ...]
+    closest: float
+    target_gap: float
+    counted: bool
+    accepting: int
+    refusing: int
+
+
+@dataclass(frozen=True)
 class Leg:
     """One leg of the comparison, as the manifest records it.
 
@@ -64,18 +91,21 @@ class Leg:
         reason: Why it failed or did not run; empty on a pass.
         device: ``cpu``, ``cuda:0``; None if it did not run.
         dtype: The dtype of the computation, ``float32`` or ``bfloat16``.
-        positions: Rows compared (padding excluded).
+        positions: Rows compared (padding excluded); of the engine its rounds.
         steps: Chained draft steps.
         metrics: One entry per step.
         free_running: One entry per step of greedy chains in which the drafted tokens
             are fed back through each side's own token map.
-        acceptance: Mean acceptance length of greedy chains on the training and on the
-            serving side; None unless the rows are recorded ones, whose tokens are the
-            target's.
+        acceptance: Mean acceptance length, bonus token included, of greedy chains along
+            recorded text, ``training_vs_...`` and ``serving_vs_...``: verified by the
+            target's own choice (``target_greedy``), or by the text where that is not
+            known (``text``). None without recorded text.
         tolerance: What was allowed.
         diagnosis: On failure, sentences that name the stage and the tensor.
         notes: What a reader should know about the way it was compared.
         seconds: How long it took.
+        prompts: Of the engine, one entry per prompt.
+        sglang: Of the engine, the release that ran or would have.
         findings: ``comparison-failed``, ``comparison-reduced`` and the like, for the
             caller to report (not part of ``to_json``: findings have their own place).
     """
@@ -94,6 +124,8 @@ class Leg:
     diagnosis: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    prompts: tuple[PromptRounds, ...] = ()
+    sglang: str | None = None
     findings: tuple[Finding, ...] = field(default=(), compare=False)
 
     @property
@@ -116,9 +148,9 @@ class Leg:
         out.pop("leg")
         out["ran"] = self.ran
         out["seconds"] = round(self.seconds, 3)
-        for key in ("metrics", "free_running", "diagnosis", "notes"):
+        for key in ("metrics", "free_running", "diagnosis", "notes", "prompts"):
             out[key] = list(out[key])
-        for step in (*out["metrics"], *out["free_running"]):
+        for step in (*out["metrics"], *out["free_running"], *out["prompts"]):
             for key, value in step.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     step[key] = sys.float_info.max

@@ -6,9 +6,10 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
 from spec_export.artifact.manifest import Manifest
-from spec_export.report.screen import roles
+from spec_export.report.screen import acceptance_text, roles
 
 CARD_NAME = "README.md"
+LEGS = ("cast", "layout", "engine")
 
 _TEMPLATE = """---
 {{ data }}
@@ -25,9 +26,11 @@ SGLang by spec-export. It drafts for **{{ target }}** and for no other target.
 | class | `{{ serving.architecture }}`{% if serving.requires_plugin %} (needs
 `pip install spec-export` on the server){% endif %} |
 | status | {{ manifest.status }} |
-| comparison | {% for name, leg in manifest.comparison.items() -%}
-{{ name }}: {{ leg.verdict }}{{ ", " if not loop.last }}{% endfor %} |
-
+| comparison | {% for name, leg in legs -%}
+{{ name }}: {{ leg.verdict }}{% if leg.prompts %} (SGLang {{ leg.sglang }}){% endif -%}
+{{ ", " if not loop.last }}{% endfor %} |
+{% if accepted %}| accepted | {{ accepted }} |
+{% endif %}
 ## Serve
 
 ```
@@ -84,8 +87,13 @@ def model_card(manifest: Manifest) -> str:
             word="THE_TARGET",
             serving=manifest.serving,
             manifest=manifest,
+            # Not the manifest's order: read again, that is the alphabet's.
+            legs=[
+                (n, manifest.comparison[n]) for n in LEGS if n in manifest.comparison
+            ],
             command=command,
             roles=roles(manifest),
+            accepted=acceptance_text(manifest),
         )
         + "\n"
     )

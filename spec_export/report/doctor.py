@@ -7,6 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from spec_export.findings import Finding, info, warning
+from spec_export.judge.engine import host
 from spec_export.layout.releases import newest_known, oldest_known
 
 _TRAIN = ("torch", "speculators", "accelerate", "transformers")
@@ -47,7 +48,28 @@ def examine() -> tuple[list[dict[str, str]], list[Finding]]:
             )
         )
     rows.append({"what": "device", "state": _device(), "fix": ""})
-    return rows, findings
+    state, fix, problem = _engine()
+    rows.append({"what": "engine leg", "state": state, "fix": fix})
+    return rows, findings + problem
+
+
+def _engine() -> tuple[str, str, list[Finding]]:
+    """The SGLang that ``finalize`` would run: what it is, a fix, what is wrong."""
+    python = host.sglang_python()
+    if python is None:
+        return "not run", host.why_none(), []
+    try:
+        sglang = host.examine(python)
+    except host.EngineFailed as problem:
+        subject, fix = host.PYTHON_VARIABLE, "name the Python that has SGLang, or none"
+        said = warning("comparison-not-run", subject, f"{python}: {problem}", fix)
+        return "not run", fix, [said]
+    if not sglang.devices:
+        fix = "it needs a CUDA device, or the CPU build of its kernels"
+        return f"not run: SGLang {sglang.version} finds no device", fix, []
+    plugin = "with our plug-in" if sglang.plugin else "without our plug-in"
+    devices = " or ".join(sglang.devices)
+    return f"SGLang {sglang.version} on {devices}, {plugin}", "", []
 
 
 def _version(name: str) -> str | None:

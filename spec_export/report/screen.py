@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spec_export.artifact.manifest import Manifest
+    from spec_export.artifact.manifest import Leg, Manifest
     from spec_export.check import CheckResult
     from spec_export.finalize import FinalizeResult
 
@@ -107,13 +107,45 @@ def comparison_lines(manifest: Manifest) -> list[str]:
         if not leg.ran:
             lines.append(f"{name:>8}: not run ({leg.reason})")
             continue
+        if leg.prompts:
+            lines.append(f"{name:>8}: {leg.verdict}, {engine_facts(leg)}")
+            continue
         worst = max((s["max_rel"] for s in leg.metrics or []), default=0.0)
         allowed = (leg.tolerance or {}).get("max_rel")
         lines.append(
             f"{name:>8}: {leg.verdict}, max difference {worst:.2e} of the logit range"
             f" (allowed {allowed:.2e}), {leg.positions} positions x {leg.steps} steps"
         )
+    if accepted := acceptance_text(manifest):
+        lines.append(f"accepted: {accepted}")
     return lines
+
+
+def acceptance_text(manifest: Manifest) -> str:
+    """The acceptance lengths of the training and the serving side; "" without any."""
+    leg = manifest.comparison.get("layout")
+    means = {} if leg is None else leg.acceptance or {}
+    for basis, by in (
+        ("target_greedy", "by the target's greedy choice"),
+        ("text", "by the text itself"),
+    ):
+        sides = [means.get(f"{side}_vs_{basis}") for side in ("training", "serving")]
+        if None not in sides:
+            return (
+                f"{sides[0]:.2f} tokens per round as trained, {sides[1]:.2f} as "
+                f"served, {by}, along recorded text"
+            )
+    return ""
+
+
+def engine_facts(leg: Leg) -> str:
+    """What the real engine did, of a leg that ran it."""
+    equal = sum(p["served"] == p["expected"] for p in leg.prompts)
+    mean = (leg.acceptance or {}).get("serving", 0.0)
+    return (
+        f"SGLang {leg.sglang} on {leg.device} in {leg.dtype}: rounds as in training on "
+        f"{equal} of {len(leg.prompts)} prompts, acceptance {mean:.2f}"
+    )
 
 
 def show_text(manifest: Manifest) -> str:
@@ -181,5 +213,6 @@ def facts_for_screen(manifest: Manifest) -> list[tuple[str, Any]]:
         ("vocabulary", f"{manifest.vocab.draft_size} of {manifest.vocab.target_size}"),
         ("step", training.global_step),
         ("comparison", legs or "none"),
+        ("accepted", acceptance_text(manifest) or "not measured"),
         ("deviations", ", ".join(d.code for d in manifest.deviations) or "none"),
     ]

@@ -17,7 +17,7 @@ from loguru import logger
 from spec_export import cli
 from tests.serving import drafts, plugin_drafts, simulate
 from tests.serving.plugin_drafts import PluginEngine, PluginVariant
-from tests.serving.sglang_process import Engine, sglang_python
+from tests.serving.sglang_process import PYTHON_VARIABLE, Engine, sglang_python
 from tests.serving.simulate import Continuation
 
 PROMPTS = 6
@@ -54,13 +54,15 @@ MakePlugin = Callable[[PluginVariant], Made]
 
 def export_draft(checkpoint: Path, out: Path, target: Path, *more: str) -> None:
     """Make the export the way a person does, in fp32 for the engine on a CPU."""
-    code = cli.run(
-        [
-            *("finalize", str(checkpoint), "--output", str(out)),
-            *("--target", str(target), "--dtype", "float32"),
-            *more,
-        ]
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON_VARIABLE, "")  # the tests run the engine themselves
+        code = cli.run(
+            [
+                *("finalize", str(checkpoint), "--output", str(out)),
+                *("--target", str(target), "--dtype", "float32"),
+                *more,
+            ]
+        )
     assert code == 0, f"spec-export finalize {checkpoint.name} exits {code}"
 
 

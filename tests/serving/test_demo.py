@@ -18,7 +18,7 @@ import torch
 
 from spec_export import read_manifest
 from tests.serving import simulate
-from tests.serving.sglang_process import Engine
+from tests.serving.sglang_process import PYTHON_VARIABLE, Engine
 from tests.serving.simulate import NEW_TOKENS, STEPS
 from tests.serving.test_engine import served_accept_length
 
@@ -31,7 +31,12 @@ def run(folder: Path, *command: object) -> None:
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            PYTHON_VARIABLE: "",  # the test runs the engine itself
+        },
         capture_output=True,
         text=True,
         timeout=240,

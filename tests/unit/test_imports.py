@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "export": {"findings", "layout", "artifact", "judge"},
     "comparison": {"findings", "layout", "artifact", "judge"},
     "serving": {"findings", "layout", "artifact"},
-    "report": {"findings", "layout", "artifact", "serving"},
+    "report": {"findings", "layout", "artifact", "judge", "serving"},
     "finalize": {
         "findings",
         "layout",

@@ -100,6 +100,15 @@ def _mtp(layers: str) -> Row:
     return Row("MTP", f"{layers} layers", config, judged, judged, target)
 
 
+def _gemma(option: str, width: int) -> Row:
+    """A target whose embedding SGLang hands over scaled by the root of its width."""
+    target = {**T0, "architectures": ["Gemma4ForCausalLM"], "hidden_size": width}
+    target["model_type"] = "gemma4_text"
+    exact = "dflash, Gemma-4 target" if width == 16 else ""
+    layer = {"hidden_size": width}
+    return Row("DFlash", option, dflash(layer), exact, exact, target)
+
+
 PLAIN = "{}l-plain_output-{}-v{}"  # as tests/serving/drafts.py names them
 
 
@@ -177,6 +186,8 @@ ROWS = [
         "dflash, draft vocabulary and sample_from_anchor",
         "dflash-reduced-anchor",
     ),
+    _gemma("target with scaled embedding, its root a power of two", 16),
+    _gemma("target with scaled embedding, other widths, bfloat16", 8),
     Row(
         "DFlash2",
         "convolutions and selector",

@@ -76,7 +76,9 @@ def load_reference(
         raw = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as problem:
         raise ServingError(f"config.json cannot be read: {problem}") from problem
-    architectures = raw.get("architectures") or [None]
+    architectures = raw.get("architectures")
+    if not architectures:
+        raise ServingError("config.json names no architecture")
     if architectures[0] not in REFERENCES:
         raise ReferenceUnsupported(
             f"no serving reference for architecture {architectures[0]!r}; there is one "

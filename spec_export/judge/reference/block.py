@@ -19,7 +19,10 @@ from spec_export.judge.inputs import document_spans
 from spec_export.judge.reference.block_config import read_block_config
 from spec_export.judge.reference.block_loading import load_block_weights
 from spec_export.judge.reference.rope import Rope
-from spec_export.judge.reference.serving_config import ServingError
+from spec_export.judge.reference.serving_config import (
+    ReferenceUnsupported,
+    ServingError,
+)
 
 Trace = Callable[[int, str, torch.Tensor], None]
 # A bias below this forbids a token; logits are far smaller.
@@ -35,7 +38,11 @@ class BlockReference:
         report: What loading did.
         hot_token_id: Ids that can be proposed, or None for the whole vocabulary.
         dtype: Dtype of the computation.
+        embed_scale: Factor of the target's embedding module. What goes into a norm has
+            to be as much larger than in training; traces are of training's size.
     """
+
+    embed_scale = 1.0
 
     def __init__(
         self,
@@ -63,7 +70,7 @@ class BlockReference:
         values, self.report = load_block_weights(folder, self.config, held)
         for name, shared in (("embed_tokens.weight", embed), ("lm_head.weight", head)):
             if shared is None:
-                raise ServingError(f"the target's {name} is not at hand")
+                raise ReferenceUnsupported(f"the target's {name} is not at hand")
             values[name] = shared.to(held)
         rows, width = values["embed_tokens.weight"].shape
         if width != self.config.hidden_size:
@@ -111,7 +118,7 @@ class BlockReference:
         if features.shape[-1] != width:
             raise ServingError(f"features are {features.shape[-1]} wide, fc {width}")
         x = self._linear(features, "fc")
-        trace(0, "fc", x)
+        trace(0, "fc", x / self.embed_scale)
         x = self._norm(x, "hidden_norm")
         trace(0, "hidden_norm", x)
         table = self.rope.table(positions)
@@ -206,14 +213,14 @@ class BlockReference:
 
         def attention(y: torch.Tensor) -> torch.Tensor:
             out = self._linear(attend(y), f"{name}.self_attn.o_proj")
-            trace(0, f"{name}.self_attn.o_proj", out)
+            trace(0, f"{name}.self_attn.o_proj", out / self.embed_scale)
             return out
 
         def mlp(y: torch.Tensor) -> torch.Tensor:
             gate = self._linear(y, f"{name}.mlp.gate_up_proj", "gate")
             up = self._linear(y, f"{name}.mlp.gate_up_proj", "up")
             out = self._linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
-            trace(0, f"{name}.mlp.down_proj", out)
+            trace(0, f"{name}.mlp.down_proj", out / self.embed_scale)
             return out
 
         y = self._norm(x, f"{name}.input_layernorm")
@@ -239,6 +246,7 @@ class BlockReference:
         x = F.embedding(ids.view(-1), self.weights["embed_tokens.weight"])
         x = x.to(self.dtype)
         trace(0, "embed_tokens", x)
+        x = x * self.embed_scale
         for i, held in enumerate(context):
             x = self._layer(
                 i,
@@ -294,6 +302,36 @@ class BlockReference:
             state = gate * state + (1 - gate) * torch.tanh(candidate)
             latent = torch.tanh(output)
         return logits + self._linear(latent, "markov_head.markov_w2"), state
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The table of preceding tokens and the one of those proposed."""
+        return {
+            "dflash": (),
+            "dflash2": (
+                "candidate_selector.predecessor_codebook",
+                "candidate_selector.successor_codebook",
+            ),
+            "dspark": ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+        }[self.config.family]
+
+    def confidence(self, hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Raw confidence of tokens [n], as modes other than static would compute it.
+
+        Args:
+            hidden: States of their slots [n, H].
+            before: The tokens before them [n].
+
+        Raises:
+            KeyError: the export has no such weights, over which these modes raise.
+            RuntimeError: they have other shapes than the class.
+        """
+        weight = self._weight("confidence_head.proj.weight")
+        x = hidden.to(self.device, self.dtype)
+        if self.config.confidence_with_markov:
+            table = self._weight(self.tables[0])
+            x = torch.cat([x, F.embedding(before.to(self.device), table)], -1)
+        return F.linear(x, weight, self._weight("confidence_head.proj.bias"))[:, 0]
 
     def _allowed(self) -> torch.Tensor | None:
         """Ids whose bias does not forbid them; None if that is all."""

@@ -7,6 +7,7 @@ and ``dspark_components/dspark_config.py`` of 0.5.23 and from transformers'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +30,8 @@ FAMILIES: dict[str, Family] = {
 }
 # First release that reads a thing; older ones ignore it silently.
 SINCE: dict[str, Release] = {
-    "dflash": (0, 5, 13, 0),  # before, the RoPE base is 1e6 whatever the file says
+    "dflash": (0, 5, 11, 0),
+    "rope_base": (0, 5, 13, 0),  # before, it is 1e6 whatever the file says
     "windows": (0, 5, 14, 0),
     "dspark": (0, 5, 16, 0),
     "is_causal": (0, 5, 17, 0),
@@ -47,10 +49,36 @@ QWEN3_DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "head_dim": 128,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
 }
+
+
+# Targets whose get_input_embeddings() is a Gemma3TextScaledWordEmbedding: the workers
+# of block drafts call that module, so that a draft starts from scaled rows.
+SCALED_EMBEDDINGS = (
+    "Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+)
+
+
+def served_scale(target: Mapping[str, Any] | None) -> float:
+    """The factor of the embedding rows that SGLang hands to block drafts.
+
+    Args:
+        target: The target's ``config.json``; None where it is not at hand.
+
+    Raises:
+        ServingError: another Gemma, which scales too: in that module or behind it.
+    """
+    name = "" if target is None else (target.get("architectures") or [""])[0]
+    if target is None or name not in SCALED_EMBEDDINGS:
+        if name.startswith("Gemma"):
+            raise ServingError(f"how {name} scales its embedding was not looked at")
+        return 1.0
+    return math.sqrt((target.get("text_config") or target)["hidden_size"])
 
 
 @dataclass(frozen=True)
@@ -67,6 +95,7 @@ class BlockConfig:
         taps: Of the convolutions; 0 without them.
         group: Channels that share a kernel.
         top_k: Candidates that the selector reranks.
+        confidence_with_markov: Whether the confidence head sees the token before.
         draft_vocab_size: Tokens that can be proposed; set when the weights are known.
     """
 
@@ -96,12 +125,30 @@ class BlockConfig:
     taps: int = 0
     group: int = 1
     top_k: int = 0
+    confidence_with_markov: bool = False
     draft_vocab_size: int = 0
 
     @property
     def proposals(self) -> int:
         """Tokens that one block proposes."""
         return self.queries - self.first
+
+
+def made_up_layers(depth: int, layers: int) -> list[int]:
+    """The target's layers that SGLang takes where config.json names none.
+
+    Args:
+        depth: Layers of the target.
+        layers: Layers of the draft.
+
+    Raises:
+        ServingError: the target is too small for it.
+    """
+    if layers == 1:
+        return [depth // 2]
+    if depth < 4:
+        raise ServingError(f"no target_layer_ids, and a target of {depth} layers")
+    return [round(1 + k * (depth - 4) / (layers - 1)) for k in range(layers)]
 
 
 def read_block_config(raw: Mapping[str, Any], release: str) -> BlockConfig:
@@ -118,7 +165,7 @@ def read_block_config(raw: Mapping[str, Any], release: str) -> BlockConfig:
     number = parse_release(release)
     family = FAMILIES[raw["architectures"][0]]
     if number < SINCE[family]:
-        raise ReferenceUnsupported(f"no reference of {family} for SGLang {release}")
+        raise ServingError(f"SGLang {release} has no {raw['architectures'][0]}")
     if not raw.get("model_type"):
         raise ServingError("config.json has no model_type: AutoConfig refuses it")
     if raw["model_type"] != "qwen3":
@@ -128,22 +175,28 @@ def read_block_config(raw: Mapping[str, Any], release: str) -> BlockConfig:
     def value(key: str) -> Any:
         return QWEN3_DEFAULTS[key] if raw.get(key) is None else raw[key]
 
-    if (act := value("hidden_act")) != "silu":
+    if (act := raw.get("hidden_act", "silu")) != "silu":
         raise ServingError(f"hidden_act {act!r}: the reference computes silu only")
     layers, max_position = (
         int(value("num_hidden_layers")),
         int(value("max_position_embeddings")),
     )
-    ids = nested.get("target_layer_ids", raw.get("target_layer_ids"))
-    if not ids:
-        raise ReferenceUnsupported("no target_layer_ids: SGLang makes up a set")
     depth = nested.get("num_target_layers", raw.get("num_target_layers"))
+    ids = nested.get("target_layer_ids", raw.get("target_layer_ids"))
+    if ids is not None and not ids:
+        raise ServingError("target_layer_ids must be non-empty")
     if depth is None:
-        depth = layers if number < SINCE["layer_count"] else max(ids) + 1
+        uncounted = number < SINCE["layer_count"]
+        depth = layers if ids is None or uncounted else max(ids) + 1
+    if ids is None:
+        ids = made_up_layers(int(depth), layers)
     if any(not 0 <= k < depth for k in ids):
         raise ServingError(f"target_layer_ids {ids} of a target of {depth} layers")
     queries, first = _block(raw, nested, family, number)
     windows, causal = _attention(raw, layers, number)
+    rope = rope_dictionary(raw, number, max_position)
+    if number < SINCE["rope_base"]:
+        rope["rope_theta"] = 1e6
     return BlockConfig(
         family=family,
         hidden_size=int(value("hidden_size")),
@@ -156,7 +209,7 @@ def read_block_config(raw: Mapping[str, Any], release: str) -> BlockConfig:
         vocab_size=int(value("vocab_size")),
         attention_bias=bool(raw.get("attention_bias")),
         eps=float(value("rms_norm_eps")),
-        rope=rope_dictionary(raw, number, max_position),
+        rope=rope,
         rotary_dim=int(value("head_dim")),
         neox=bool(raw.get("rope_is_neox_style", True)),
         max_position=max_position,
@@ -231,7 +284,9 @@ def _extras(
             raise ServingError("DSpark requires markov_head_type")
         if head not in ("vanilla", "gated", "rnn"):
             raise ServingError(f"unsupported markov_head_type {head!r}")
-        return {"rank": int(raw["markov_rank"]), "head": head}
+        with_markov = bool(raw.get("confidence_head_with_markov", True))
+        rank = int(raw["markov_rank"])
+        return {"rank": rank, "head": head, "confidence_with_markov": with_markov}
     taps, group = nested.get("conv_kernel_size", 0), nested.get("conv_group_size", 0)
     if bool(taps) != bool(group):
         raise ServingError("conv_kernel_size and conv_group_size go together")

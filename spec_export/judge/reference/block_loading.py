@@ -118,6 +118,10 @@ def load_block_weights(
     values: dict[str, torch.Tensor] = {}
     report = LoadReport()
     for source, tensor in read_tensors(folder):
+        if config.family == "dspark" and source.startswith("confidence_head."):
+            # It exists only with SGLANG_RAGGED_VERIFY_MODE, for no logit.
+            values[source] = tensor.to(dtype)
+            continue
         if config.family == "dspark" and _skipped(source):
             continue
         place, part = _place(source, parameters)
@@ -151,9 +155,7 @@ def load_block_weights(
 
 
 def _skipped(name: str) -> bool:
-    plain = name.removeprefix("model.")
-    # The confidence head exists only with SGLANG_RAGGED_VERIFY_MODE.
-    return plain.startswith(_SKIPPED_BY_DSPARK) or name.startswith("confidence_head.")
+    return name.removeprefix("model.").startswith(_SKIPPED_BY_DSPARK)
 
 
 def _place(name: str, parameters: dict[str, Parameter]) -> tuple[str | None, str]:

@@ -8,7 +8,7 @@ config.json is the target's own. Stages have the training class's module names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,14 @@ from spec_export.judge.reference.loading import (
 )
 from spec_export.judge.reference.rope import Rope
 from spec_export.judge.reference.serving_config import (
-    ReferenceUnsupported,
     ServingError,
     dtype_name,
     parse_release,
-    rope_dictionary,
 )
 
 Trace = Callable[[int, str, torch.Tensor], None]
 _NEXT = "Qwen3NextForCausalLM"
+_TEXT_ONLY = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class MtpConfig:
         shared: Width of the shared expert.
         renormalize: Whether the chosen experts' weights sum to one.
         fused_experts: Whether one tensor may hold all experts.
+        tied: The head is the embedding, whatever the target's head is.
     """
 
     hidden_size: int
@@ -66,6 +66,7 @@ class MtpConfig:
     max_position: int
     dtype: str
     draft_vocab_size: int
+    tied: bool
     num_layers: int = 1
     neox: bool = True
 
@@ -74,28 +75,33 @@ def read_mtp_config(raw: Mapping[str, Any], release: str) -> MtpConfig:
     """Resolve the target's ``config.json`` as the MTP class does.
 
     Raises:
-        ServingError: a size is missing.
-        ReferenceUnsupported: the reference does not cover this.
+        ServingError: a size is missing, or SGLang raises.
     """
-    number, text = parse_release(release), {**raw, **(raw.get("text_config") or {})}
+    number, own = parse_release(release), raw.get("text_config") or raw
+    text = {**raw, **own}
     is_next = raw["architectures"][0] == _NEXT
     if number < ((0, 5, 2, 0) if is_next else (0, 5, 9, 0)):
-        raise ReferenceUnsupported(f"no reference of MTP for SGLang {release}")
+        raise ServingError(f"SGLang {release} has no MTP class for this target")
+    if raw["architectures"][0] in _TEXT_ONLY and number < (0, 5, 17, 0):
+        raise ServingError(f"SGLang {release} does not know this target")
+    kind = "qwen3_next" if is_next else "qwen3_5"
+    for named in (raw.get("model_type"), own.get("model_type", kind)):
+        if not str(named).startswith(kind):
+            raise ServingError(f"model_type {named!r} of an MTP head")
     try:
         hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-        head = int(text.get("head_dim") or hidden // heads)
+        head = int(text.get("head_dim", 256) or hidden // heads)
         experts = int(text.get("num_experts") or 0)
         width = text["moe_intermediate_size" if experts else "intermediate_size"]
         vocab, max_position = text["vocab_size"], text["max_position_embeddings"]
     except KeyError as problem:
         raise ServingError(f"config.json lacks {problem}") from problem
-    if text.get("attention_bias"):
-        raise ReferenceUnsupported("attention_bias is not computed here")
+    chosen = int(text.get("num_experts_per_tok") or 0)
+    if experts and not 0 < chosen <= experts:
+        raise ServingError(f"{chosen} experts of a token, {experts} in all")
     if text.get("hidden_act", "silu") != "silu":
         raise ServingError(f"hidden_act {text['hidden_act']!r}")
-    rope = rope_dictionary(text, number, int(max_position))
-    partial = rope.pop("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
-    rope = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    partial = text.get("partial_rotary_factor")
     return MtpConfig(
         hidden_size=hidden,
         num_heads=heads,
@@ -104,17 +110,36 @@ def read_mtp_config(raw: Mapping[str, Any], release: str) -> MtpConfig:
         vocab_size=int(vocab),
         eps=float(text.get("rms_norm_eps", 1e-6)),
         experts=experts,
-        chosen=int(text.get("num_experts_per_tok") or 0),
+        chosen=chosen,
         width=int(width),
         shared=int(text.get("shared_expert_intermediate_size") or 0),
         renormalize=bool(text.get("norm_topk_prob", True)),
         fused_experts=not is_next,
-        rope=rope,
-        rotary_dim=int(head * partial),
+        rope=_rope(text, is_next),
+        rotary_dim=int(head * (0.25 if partial is None else partial)),
         max_position=int(max_position),
         dtype=dtype_name(text, number),
         draft_vocab_size=int(vocab),
+        tied=not is_next and bool(own.get("tie_word_embeddings")),
     )
+
+
+def _rope(text: Mapping[str, Any], is_next: bool) -> dict[str, Any]:
+    """What SGLang's own configuration classes, not transformers', read of RoPE.
+
+    ``Qwen3NextConfig`` knows the older spelling only; that of Qwen3.5 lets
+    ``rope_parameters`` win. Neither looks for ``partial_rotary_factor`` in there.
+    """
+    found = dict(text.get("rope_scaling") or {})
+    if is_next:
+        found.pop("rope_theta", None)
+    else:
+        found = dict(text.get("rope_parameters") or found)
+    rope = {key: value for key, value in found.items() if not key.startswith("mrope")}
+    theta = text.get("rope_theta")
+    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope
 
 
 def mtp_parameters(config: MtpConfig) -> dict[str, Parameter]:
@@ -233,11 +258,15 @@ class MtpReference:
         self.dtype, self.device = dtype, device
         held = getattr(torch, self.config.dtype, torch.float32)
         values, self.report = load_mtp_weights(folder, self.config, held)
+        head = embed if self.config.tied else head
         for name, shared in (("embed_tokens.weight", embed), ("lm_head.weight", head)):
             if shared is None:
                 raise ServingError(f"the target's {name} is not at hand")
             values[name] = shared.to(held)
         self.weights = {name: value.to(device) for name, value in values.items()}
+        # Both are the target's, whatever size the file says; the logits are cropped.
+        size = min(self.config.vocab_size, len(values["lm_head.weight"]))
+        self.config = replace(self.config, vocab_size=size, draft_vocab_size=size)
 
     def _weight(self, name: str) -> torch.Tensor:
         return self.weights[f"{name}.weight"].to(self.dtype)
@@ -314,7 +343,7 @@ class MtpReference:
         )
         x = self._norm(x, "mtp.norm")
         trace(step, f"{trained}.final_layernorm", x)
-        return self._linear(x, "lm_head"), x
+        return self._linear(x, "lm_head")[:, : self.config.vocab_size], x
 
     @torch.no_grad()
     def teacher_forced(

@@ -25,6 +25,10 @@ class Rotary(Protocol):
         """Channels that are rotated."""
 
     @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+
+    @property
     def neox(self) -> bool:
         """Whether halves are rotated, not pairs."""
 
@@ -97,6 +101,8 @@ class Rope:
         rope, dim = config.rope, config.rotary_dim
         kind, base = rope["rope_type"], float(rope["rope_theta"])
         original = rope.get("original_max_position_embeddings", config.max_position)
+        if not 0 < dim <= config.head_dim or dim % 2:
+            raise ServingError(f"{dim} of {config.head_dim} channels cannot be rotated")
         self.dim, self.neox = dim, config.neox
         self.scale, self.stretch = 1.0, 1.0
         if kind == "default":

@@ -22,10 +22,11 @@ class ReferenceUnsupported(ValueError):
     """SGLang may serve this, but the reference does not compute it."""
 
 
-OLDEST: Release = (0, 4, 9, 0)
+OLDEST: Release = (0, 4, 5, 0)
 
 # First release that reads a thing; older ones ignore it silently.
 SINCE: dict[str, Release] = {
+    "fc_without_bias": (0, 4, 9, 0),
     "layer_names": (0, 5, 12, 0),
     "many_layers": (0, 5, 12, 0),
     "num_aux": (0, 5, 12, 0),
@@ -48,7 +49,6 @@ LLAMA_DEFAULTS: dict[str, Any] = {
     "intermediate_size": 11008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
@@ -175,7 +175,9 @@ def read_config(
     """
     number = parse_release(release)
     if number < OLDEST:
-        raise ReferenceUnsupported(f"the reference starts at 0.4.9, not {release}")
+        raise ReferenceUnsupported(f"the reference starts at 0.4.5, not {release}")
+    if plugin and number < SINCE["many_layers"]:
+        raise ServingError(f"the plug-in's class builds on 0.5.12, not {release}")
     if not raw.get("model_type"):
         raise ServingError("config.json has no model_type: AutoConfig refuses it")
     if raw["model_type"] not in ("llama", "llama4_text"):
@@ -190,6 +192,8 @@ def read_config(
     def flag(key: str, since: str | None = None) -> bool:
         return bool(raw.get(key)) and (since is None or number >= SINCE[since])
 
+    if window is not None and window < 1:
+        raise ServingError(f"--speculative-draft-window-size {window}: ValueError")
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, Mapping):
         raise ServingError("eagle_config is not an object")
@@ -197,7 +201,7 @@ def read_config(
     heads = int(value("num_attention_heads"))
     layers = int(value("num_hidden_layers"))
     head_dim = int(raw.get("head_dim") or hidden // heads)
-    if (act := value("hidden_act")) != "silu":
+    if (act := raw.get("hidden_act", "silu")) != "silu":
         raise ServingError(f"hidden_act {act!r}: only silu is supported")
     if layers != 1 and number < SINCE["many_layers"]:
         raise ServingError(f"{layers} layers: EAGLE-3 supports one before 0.5.12")
@@ -245,7 +249,7 @@ def read_config(
         tied=tied,
         shares_embedding=target_width == hidden or "target_hidden_size" not in raw,
         eps=float(value("rms_norm_eps")),
-        fc_bias=flag("bias"),
+        fc_bias=flag("bias") or number < SINCE["fc_without_bias"],
         o_bias=flag("attention_bias") or flag("bias"),
         # The plug-in's class has an input_norm of its own.
         input_norm=norm_before_fc and (plugin or number >= SINCE["norm_before_fc"]),
