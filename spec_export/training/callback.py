@@ -27,10 +27,16 @@ from spec_export.export import (
 from spec_export.findings import Finding, Severity, SpecExportError, error, has_errors
 from spec_export.training.background import Worker
 from spec_export.training.buffer import HostBuffer
-from spec_export.training.compare import empty_draft, live_judge
+from spec_export.training.compare import (
+    Cast,
+    empty_draft,
+    is_sharded,
+    live_cast,
+    live_judge,
+)
 from spec_export.training.hook import INTERRUPTIONS, TrainingEvent
 from spec_export.training.problems import Problems, as_findings, as_state
-from spec_export.training.ranks import agreed, on_rank0
+from spec_export.training.ranks import agreed, on_rank0, settled, shared
 from spec_export.training.recipe import EverySteps, check_output_dir, parse_init_args
 from spec_export.training.snapshot import (
     RunMemory,
@@ -65,6 +71,7 @@ class _Run:
     state_file: Path
     skeleton: nn.Module | None = None
     exported_step: int | None = None
+    cast_seconds: float | None = None
     best_step: int = -1  # NaN is never the best
     folders: dict[int, Path] = field(default_factory=dict)
     buffer: HostBuffer = field(default_factory=HostBuffer)
@@ -200,7 +207,25 @@ class SGLangExport:
             run.exported_step = None
             return
         values = saved_values(event.trainer.model, event.gathered)
-        on_rank0(lambda: self._hand_over(event, values))
+        cast = self._cast(event)
+        on_rank0(lambda: self._hand_over(event, values, cast))
+
+    def _cast(self, event: TrainingEvent) -> Callable[[], Cast] | None:
+        """How rank 0 gets leg *cast*; None: nothing is to be compared."""
+        if self.config.compare.on != "checkpoint" or event.reason == "interrupted":
+            return None
+        run, model = self._run, event.trainer.model
+        assert run is not None
+        most = self.config.compare.max_seconds
+        # No look at the clock where the last one was fast: rows cost what they cost.
+        fast = run.cast_seconds is not None and 2 * run.cast_seconds <= most
+        limit = None if fast else most
+        if not is_sharded(model):
+            return lambda: live_cast(model, self.config, event.batch, limit)
+        # A forward of a sharded model is a collective: no rank may be left alone in it,
+        # so all take the same rows.
+        batch, limit = shared((event.batch, limit))
+        return settled(lambda: live_cast(model, self.config, batch, limit))
 
     def _has_room(self, event: TrainingEvent) -> bool:
         """Whether the export can begin; at most one is being written.
@@ -234,7 +259,12 @@ class SGLangExport:
             return FLUSH_SECONDS
         return max(0.0, self._run.deadline - time.monotonic())
 
-    def _hand_over(self, event: TrainingEvent, values: dict[str, Any]) -> None:
+    def _hand_over(
+        self,
+        event: TrainingEvent,
+        values: dict[str, Any],
+        cast: Callable[[], Cast] | None,
+    ) -> None:
         """The part of an export that holds the training up."""
         run = self._run
         assert run is not None and run.memory is not None
@@ -242,9 +272,11 @@ class SGLangExport:
         record = make_record(event, run.memory, values, self.recipe, self.recipe_digest)
         snapshot = take_snapshot(event, values, record, self.config.dtype, run.buffer)
         judge = None
-        if self.config.compare.on == "checkpoint" and event.reason != "interrupted":
+        if cast is not None:
+            found = cast()
+            run.cast_seconds = found.leg.seconds if found.leg.ran else None
             judge = live_judge(
-                event.trainer.model,
+                found,
                 run.skeleton,
                 snapshot,
                 run.target,

@@ -2,7 +2,8 @@
 
 The only module that touches the trainer's internals. It sets attributes on the
 trainer *instance* and on its checkpointer, so no class of speculators is changed
-and ``remove`` leaves nothing behind. Works from speculators 0.8.1 to 0.9;
+and ``remove`` leaves nothing behind: methods are wrapped, loaders are watched. Works
+from speculators 0.8.1 to 0.9;
 ``tests/e2e/test_training_hook.py`` holds the attributes that are needed.
 
 Order of events, as the trainer makes them: ``start`` before the first step;
@@ -26,6 +27,7 @@ from typing import Any, Literal, Protocol
 from speculators.train.graceful_shutdown import TrainingInterruptedError
 
 from spec_export.findings import usage_error
+from spec_export.training.batches import Batch, BatchKind, KeptBatch
 
 Reason = Literal["start", "step", "epoch", "mid-epoch", "best", "interrupted", "end"]
 
@@ -41,6 +43,8 @@ TRAINER_ATTRIBUTES = (
     "run_training",
     "train_epoch",
 )
+# Not needed: without them nothing is recorded.
+LOADERS: dict[str, BatchKind] = {"train_loader": "training", "val_loader": "validation"}
 CHECKPOINTER_ATTRIBUTES = (
     "path",
     "previous_epoch",
@@ -70,6 +74,8 @@ class TrainingEvent:
         gathered: At the save of a sharded model the full tensors that the trainer
             gathered for it, on rank 0 (the other ranks have an empty mapping);
             None where it gathered nothing.
+        batch: Some rows of the first batch of this rank's validation, or of its
+            training before there was a validation; None before any.
     """
 
     reason: Reason
@@ -81,6 +87,7 @@ class TrainingEvent:
     metrics: dict[str, float] | None = None
     interrupted: bool = False
     gathered: Mapping[str, Any] | None = None
+    batch: Batch | None = None
 
 
 class TrainingCallback(Protocol):
@@ -133,17 +140,22 @@ class HookHandle:
             make: Gets the original, returns the wrapper.
         """
         original = getattr(owner, name)
-        had_own = name in vars(owner)
         made = make(original)
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             return (made if self.active else original)(*args, **kwargs)
 
-        setattr(owner, name, wrapper)
+        self.put(owner, name, wrapper)
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of the instance for as long as the hook is on it."""
+        original = getattr(owner, name)
+        had_own = name in vars(owner)
+        setattr(owner, name, value)
 
         def restore() -> None:
-            if vars(owner).get(name) is not wrapper:
+            if vars(owner).get(name) is not value:
                 return  # somebody wrapped it again; theirs still calls ours
             if had_own:
                 setattr(owner, name, original)
@@ -200,6 +212,7 @@ class _Hook:
         self.trainer = trainer
         self.on_event = on_event
         self.state = _State()
+        self.kept = KeptBatch()
 
     def install(self) -> HookHandle:
         handle, trainer = HookHandle(), self.trainer
@@ -211,6 +224,9 @@ class _Hook:
         handle.wrap(trainer, "run_training", self._around_run)
         if not _takes_step_callback(trainer):
             handle.wrap(trainer, "_schedulers_step", self._around_schedulers)
+        for name in LOADERS:
+            if (loader := getattr(trainer, name, None)) is not None:
+                handle.put(trainer, name, self.kept.watched(LOADERS[name], loader))
         return handle
 
     def _start(self) -> None:
@@ -227,6 +243,7 @@ class _Hook:
             "global_step": max(self.trainer.global_step, self.state.stepped),
             # A whole model in float32: held no longer than until its own event.
             "gathered": self.state.gathered,
+            "batch": self.kept.batch,
             **facts,
         }
         self.state.gathered = None

@@ -38,6 +38,36 @@ def agreed(act: Callable[[], bool]) -> bool:
     return bool(told if result is None else result)
 
 
+def shared(value: T) -> T:
+    """Rank 0's value, on every rank."""
+    if not (
+        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    ):
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def settled(act: Callable[[], T]) -> Callable[[], T]:
+    """Do something now on every rank; what it gives or raises comes when called.
+
+    So that a rank on which it fails still takes part in what all ranks do next.
+    """
+    try:
+        result = act()
+    except INTERRUPTIONS:
+        raise
+    except Exception as caught:
+        problem = caught
+
+        def fail() -> T:
+            raise problem
+
+        return fail
+    return lambda: result
+
+
 def _told(act: Callable[[], T], of: Callable[[T], Any]) -> tuple[T | None, Any]:
     """What ``act`` returned on rank 0, and what the others are told of it."""
     if not (

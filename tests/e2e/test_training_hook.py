@@ -178,6 +178,17 @@ def test_remove_gives_the_trainer_its_methods_back() -> None:
     assert (dict(vars(trainer)), dict(vars(trainer.checkpointer))) == before
 
 
+def test_loaders_are_watched_until_the_hook_is_removed() -> None:
+    trainer = fake_trainer()
+    trainer.train_loader, trainer.val_loader = [1, 2], None
+    before = trainer.train_loader
+    handle = hook_trainer(trainer, lambda event: None)
+    assert trainer.train_loader is not before and trainer.val_loader is None
+    assert list(trainer.train_loader) == [1, 2]  # what cannot be kept goes on alike
+    handle.remove()
+    assert trainer.train_loader is before
+
+
 def test_two_hooks_can_be_removed_in_any_order() -> None:
     trainer = fake_trainer()
     first_events: list[str] = []
