@@ -31,7 +31,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: help install demo test test-serving test-serving-all test-contract \
+.PHONY: help install demo test test-all test-serving test-serving-all test-contract \
 	test-contract-all test-compat test-faults bench quality style clean
 
 help: ## this list
@@ -85,6 +85,9 @@ demo: $(INSTALLED) ## train, export, finalize and verify a tiny draft on the CPU
 	echo "demo: $$(($$(date +%s) - start)) s"
 
 test: $(INSTALLED) ## unit, judge and end-to-end tests; no network, no accelerator
+	$(BIN)/python -m pytest -m 'not wide' $(PYTEST)
+
+test-all: $(INSTALLED) ## the same with every mutant of every template
 	$(BIN)/python -m pytest $(PYTEST)
 
 # The real server, in an environment of its own: its pins and those of speculators do

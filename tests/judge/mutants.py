@@ -1,8 +1,9 @@
 """Drafts that together exercise every rule, and mutants of what is made of them.
 
-A mutant is caught by the plan (an error finding) or by the judge (a failed leg). What
-is judged went through the pipeline's own plan and writing, with values of speculators'
-own module.
+A mutant is caught by the plan (an error finding) or by the judge (a failed leg; one
+that could not run is no verdict). What is judged went through the pipeline's own plan
+and writing, with values of speculators' own module. The drafts of each family are in
+``mutant_cases_*.py``.
 """
 
 from __future__ import annotations
@@ -14,20 +15,19 @@ from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from drafts import THETA, Draft, make_draft
 from packaging.version import Version
 from safetensors.torch import save_file
-from transformers import Qwen3Config
 
 from spec_export.artifact.manifest import METADATA_KEY
 from spec_export.comparison import as_torch, window_of
 from spec_export.export import _blocks
-from spec_export.findings import SpecExportError
 from spec_export.judge import Inputs, Leg, layout_leg
+from spec_export.judge.reference import REFERENCES
+from spec_export.layout import plan as planning
 from spec_export.layout.config import flatten
-from spec_export.layout.plan import plan_with
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.targets import target_facts
 from spec_export.layout.template import Template
@@ -35,21 +35,15 @@ from spec_export.layout.tensors import TensorInfo
 
 NEWEST = "0.5.23"
 Tensors = dict[str, torch.Tensor]
-TARGET = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_hidden_layers": 8,
-    "hidden_size": 32,
-    "vocab_size": 96,
-    "max_position_embeddings": 512,
-}
-LLAMA3 = {
-    **THETA,
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.5,
-    "high_freq_factor": 6.0,
-    "original_max_position_embeddings": 256,
+# Another word of the same kind for a value of config.json.
+WORDS = {
+    "float32": "bfloat16",
+    "llama": "llama4_text",
+    "qwen3": "llama",
+    "silu": "gelu",
+    "vanilla": "gated",
+    "gated": "vanilla",
+    "rnn": "vanilla",
 }
 SAFETENSORS = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 
@@ -71,39 +65,42 @@ class Case:
     Attributes:
         name: Says what is special.
         template: Whose rules apply.
-        draft: speculators' module with its configuration.
-        source: Keys of the source's config.json that differ from the module's.
+        module: speculators' own.
+        config: The source's config.json.
+        weights: Its tensors in float32, with those that it leaves to the target.
+        embed: The target's embedding [vocabulary, H].
+        head: The target's head.
+        target: The target's config.json.
         refused: Whether the plan has to refuse it, and the judge to fail it if the
             plan does not.
         slim: Tensors that the source leaves to the target.
+        allow: Deviations that the user accepts.
+        release: The oldest release that the deployers run.
+        recipe: What training recorded of its flags.
     """
 
     name: str
     template: str
-    draft: Draft
-    source: Mapping[str, Any]
+    module: Any
+    config: dict[str, Any]
+    weights: Tensors
+    embed: torch.Tensor
+    head: torch.Tensor
+    target: dict[str, Any]
     refused: bool = False
     slim: tuple[str, ...] = ()
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        merged = json.loads(json.dumps(self.draft.config))
-        for key, value in self.source.items():
-            inner = merged
-            *path, last = key.split(".")
-            for part in path:
-                inner = inner[part]
-            inner[last] = value
-        return merged
+    allow: tuple[str, ...] = ()
+    release: str = NEWEST
+    recipe: dict[str, Any] | None = None
 
     @cached_property
     def values(self) -> Tensors:
-        held = self.draft.weights
+        held = self.weights
         return {k: v.contiguous() for k, v in held.items() if k not in self.slim}
 
     @cached_property
     def inputs(self) -> Inputs:
-        return self.draft.inputs(positions=16)
+        return Inputs.for_config(self.config, positions=16, seed=3)
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:
@@ -113,15 +110,21 @@ class Case:
         }
 
     def plan(self, template: Template) -> Plan:
-        """Plan with a template, in float32, for the newest release."""
-        return plan_with(
-            template,
-            self.config,
-            self.infos,
-            target_facts(TARGET, "own"),
-            Version(NEWEST),
-            dtype="float32",
-        )
+        """Plan with one template, in float32."""
+
+        def only(kind: str) -> tuple[Template, ...]:
+            return (template,) if template.speculators_type == kind else ()
+
+        with patch.object(planning, "templates", only):
+            return planning.make_plan(
+                self.config,
+                self.infos,
+                target_facts(self.target, "own"),
+                Version(self.release),
+                allow=self.allow,
+                dtype="float32",
+                recipe=self.recipe,
+            )
 
     @staticmethod
     def outcome(plan: Plan) -> str:
@@ -133,8 +136,10 @@ class Case:
         source: Any = SimpleNamespace(
             read=lambda name: self.values[name].numpy(), tensors=self.infos
         )
-        head = self.draft.weights["lm_head.weight"]
-        target: Any = SimpleNamespace(iter_rows=lambda role, rows: [head.numpy()])
+        # What a slim source leaves out: the rows of the head that training used.
+        target: Any = SimpleNamespace(
+            iter_rows=lambda role, rows: [self.weights["lm_head.weight"].numpy()]
+        )
         tensors = {}
         for placement in plan.placements:
             blocks = list(_blocks(source, target, placement, "F32", None))
@@ -147,7 +152,7 @@ class Case:
             plan.min_version,
         )
 
-    def judge(self, export: Export, folder: Path, release: str = NEWEST) -> Leg:
+    def judge(self, export: Export, folder: Path, release: str) -> Leg:
         """The layout leg, as ``finalize`` runs it."""
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(export.config))
@@ -156,108 +161,51 @@ class Case:
         save_file(held, folder / "model.safetensors", {METADATA_KEY: embedded})
         return layout_leg(
             folder,
-            self.draft.module,
+            self.module,
             self.inputs,
-            embed=self.draft.embed,
-            head=self.draft.weights["lm_head.weight"],
+            embed=self.embed,
+            head=self.head,
             release=release,
             window=window_of(folder),
-            target_config=TARGET,
+            target_config=self.target,
         )
 
+    def caught(self, export: Export, folder: Path) -> str:
+        """Who says no to an export; empty: nobody.
 
-def sliding(kinds: str, size: int) -> dict[str, Any]:
-    """Window keys of a layer config: ``sf`` is one sliding and one full layer."""
-    names = {"s": "sliding_attention", "f": "full_attention"}
-    return {"layer_types": [names[k] for k in kinds], "sliding_window": size}
-
-
-def servable() -> list[Case]:
-    """Drafts that have an exact export."""
-    stock, plugin = "eagle3-llama", "eagle3-plugin"
-    return [
-        Case("plain", stock, make_draft(1, layer={"head_dim": 16}), {}),
-        Case("before", stock, make_draft(1, norm_before_fc=True), {}),
-        Case(
-            "two",
-            stock,
-            make_draft(2, aux_ids=(1, 3, 4, 6), fc_norm=True, norm_output=True),
-            {},
-        ),
-        Case(
-            "whole",
-            stock,
-            make_draft(1, 96, rope=LLAMA3, layer=sliding("s", 4)),
-            {"tie_word_embeddings": True, "quantization_config": {"bits": 4}},
-        ),
-        Case(
-            "slim",
-            stock,
-            make_draft(1, 64, layer={"num_key_value_heads": 4}),
-            {},
-            slim=("lm_head.weight", "embed_tokens.weight"),
-        ),
-        Case(
-            "all",
-            plugin,
-            make_draft(
-                2,
-                arch=Qwen3Config,
-                norm_before_residual=True,
-                norm_output=True,
-                layer={
-                    "attention_bias": True,
-                    "use_sliding_window": True,
-                    **sliding("sf", 4),
-                },
-            ),
-            {},
-        ),
-        Case(
-            "biases",
-            plugin,
-            make_draft(
-                2,
-                norm_before_fc=True,
-                layer={"attention_bias": True, "mlp_bias": True},
-            ),
-            {},
-        ),
-        Case(
-            "feature",
-            plugin,
-            make_draft(1, 96, aux_ids=(3,), fc_norm=True, layer={"head_dim": 16}),
-            {},
-        ),
-    ]
+        Judged for the release that was asked for, and for the lowest that the export
+        claims. SGLang raising while it loads counts as the judge's.
+        """
+        for release in dict.fromkeys((self.release, export.min_version)):
+            leg = self.judge(export, folder, release)
+            if leg.verdict == "fail":
+                return "the judge"
+            if not leg.passed:
+                return ""
+        return ""
 
 
-def alone() -> list[Case]:
-    """Drafts with one feature each, so that no other one demands its release too."""
-    made = {
-        "layers": make_draft(2),
-        "four": make_draft(1, aux_ids=(1, 3, 4, 6)),
-        "fc_norm": make_draft(1, fc_norm=True),
-        "output": make_draft(1, norm_output=True),
-    }
-    return [Case(name, "eagle3-llama", draft, {}) for name, draft in made.items()]
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with other values at dotted keys; ``...`` removes one."""
+    out: dict[str, Any] = json.loads(json.dumps(config))
+    for key, value in changes.items():
+        inner: Any = out
+        *path, last = key.split(".")
+        for part in path:
+            inner = inner[int(part)] if isinstance(inner, list) else inner[part]
+        if value is ...:
+            inner.pop(last, None)
+        else:
+            inner[last] = value
+    return out
 
 
-def refused() -> list[Case]:
-    """Drafts that stock SGLang would compute wrongly: one for each refusal."""
-    stock = "eagle3-llama"
-    made = {
-        "norm_before_residual": make_draft(1, norm_before_residual=True),
-        "gelu": make_draft(1, layer={"hidden_act": "gelu"}),
-        "mixed": make_draft(2, layer=sliding("sf", 4)),
-        "feature": make_draft(1, aux_ids=(3,)),
-        "qwen3": make_draft(1, arch=Qwen3Config),
-        "attention bias": make_draft(1, layer={"attention_bias": True}),
-        "mlp bias": make_draft(1, layer={"mlp_bias": True}),
-    }
-    plugged = Case("gelu", "eagle3-plugin", made["gelu"], {}, refused=True)
-    cases = [Case(name, stock, draft, {}, refused=True) for name, draft in made.items()]
-    return [*cases, plugged]
+def unrounded(value: torch.Tensor) -> torch.Tensor:
+    """In float32, moved to what bfloat16 cannot hold: or a wrong dtype is hidden."""
+    if not value.is_floating_point():
+        return value
+    generator = torch.Generator().manual_seed(value.numel())
+    return value.float() * (1 + torch.rand(value.shape, generator=generator) / 300)
 
 
 # --- mutants of what was written ------------------------------------------------------
@@ -299,22 +247,34 @@ def tensor_mutants(export: Export) -> Iterator[tuple[str, Change]]:
         other = alike[(alike.index(name) + 1) % len(alike)]
         if other != name:
             yield f"{name}: swapped with {other}", _swap(name, other)
-        if value.is_floating_point():
-            yield f"{name}: stale", _tensor(name, lambda t: t * 1.003)
-            yield f"{name}: as bfloat16", _tensor(name, torch.Tensor.bfloat16)
-            yield f"{name}: as float16", _tensor(name, torch.Tensor.half)
-            yield f"{name}: one value", _tensor(name, _one_value)
-        else:
-            yield f"{name}: absolute", _tensor(name, lambda t: t + torch.arange(len(t)))
-            yield f"{name}: as float", _tensor(name, torch.Tensor.float)
-            yield f"{name}: stale", _tensor(name, lambda t: t.roll(3))
-            yield f"{name}: one value", _tensor(name, _one_value)
-        for dim in range(value.ndim):
-            shift = _tensor(name, lambda t, d=dim: t.roll(1, d))
-            yield f"{name}: axis {dim} off by one", shift
-        if value.ndim == 2:
-            turned = _tensor(name, lambda t: t.T.reshape(t.shape))
-            yield f"{name}: transposed", turned
+        for how, changed_as in _changes(value):
+            other = changed_as(value)
+            if other.dtype != value.dtype or not torch.equal(other, value):
+                yield f"{name}: {how}", _tensor(name, changed_as)
+
+
+def _changes(
+    value: torch.Tensor,
+) -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """What can be done to a tensor; some of it changes nothing in a constant one."""
+    yield "one value", _one_value
+    if value.is_floating_point():
+        yield "stale", _stale
+        yield "as bfloat16", torch.Tensor.bfloat16
+        yield "as float16", torch.Tensor.half
+    else:
+        yield "stale", lambda t: t.roll(3)
+        yield "absolute", lambda t: t + torch.arange(len(t))
+        yield "as float", torch.Tensor.float
+    for dim in range(value.ndim):
+        yield f"axis {dim} off by one", lambda t, d=dim: t.roll(1, d)  # type: ignore[misc]
+    if value.ndim == 2:
+        yield "transposed", lambda t: t.T.reshape(t.shape)
+
+
+def _stale(t: torch.Tensor) -> torch.Tensor:
+    """A few thousandths away, each by another share: a norm takes a scale away."""
+    return t * torch.linspace(1, 1.006, t.numel()).view(t.shape)
 
 
 def _one_value(t: torch.Tensor) -> torch.Tensor:
@@ -329,7 +289,8 @@ def config_mutants(export: Export) -> Iterator[tuple[str, Change]]:
     """Each key dropped, null, off by one, with the wrong flag, with a stale value."""
     for key, value in flatten(export.config).items():
         for how, other in [("dropped", ...), ("null", None), *_others(key, value)]:
-            yield f"{key}: {how}", _set(key, other)
+            if other != value:
+                yield f"{key}: {how}", _set(key, other)
 
 
 def _others(key: str, value: Any) -> list[tuple[str, Any]]:
@@ -340,54 +301,38 @@ def _others(key: str, value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, float):
         return [("off by one", value + 1), ("stale", value * 1.1)]
     if isinstance(value, str):
-        other = {"float32": "bfloat16", "llama": "llama4_text", "silu": "gelu"}
-        return [("stale", other.get(value, "other"))]
+        return [("stale", WORDS.get(value, "other"))]
     if isinstance(value, list) and value and isinstance(value[0], int):
         moved = [v + 1 for v in value]
         return [("off by one", moved), ("shorter", value[:-1])]
     if isinstance(value, list) and len(value) > 1:
         return [("swapped", value[::-1])]
+    if isinstance(value, list) and value and value[0] in REFERENCES:
+        family = REFERENCES[value[0]][0]
+        classes = [name for name, (module, _) in REFERENCES.items() if module == family]
+        return [("other", [classes[classes.index(value[0]) - 1]])]
     return []
 
 
 def _set(key: str, value: Any) -> Change:
-    def change(e: Export) -> Export:
-        config = json.loads(json.dumps(e.config))
-        inner = config
-        *path, last = key.split(".")
-        for part in path:
-            inner = inner[part]
-        if value is ...:
-            del inner[last]
-        else:
-            inner[last] = value
-        return replace(e, config=config)
-
-    return change
+    return lambda e: replace(e, config=changed(e.config, {key: value}))
 
 
 def launch_mutants(export: Export) -> Iterator[tuple[str, Change]]:
-    """The window of the launch line dropped and off by one."""
-    flag = "--speculative-draft-window-size"
-    if flag in export.launch:
-        at = export.launch.index(flag)
-        less = export.launch[:at] + export.launch[at + 2 :]
-        yield f"{flag}: dropped", lambda e: replace(e, launch=less)
-        size = str(int(export.launch[at + 1]) + 1)
-        more = (*export.launch[: at + 1], size, *export.launch[at + 2 :])
-        yield f"{flag}: off by one", lambda e: replace(e, launch=more)
+    """Each flag of the launch line dropped, with another value, a number off by one."""
+    launch = export.launch
+    for at in (i for i, word in enumerate(launch) if word.startswith("--")):
+        flag, after = launch[at], launch[at + 1 : at + 2]
+        takes = bool(after) and not after[0].startswith("--")
+        less = launch[:at] + launch[at + 1 + takes :]
+        yield f"{flag}: dropped", _launch(less)
+        if takes:
+            number = after[0].isdigit()
+            other = str(int(after[0]) + 1) if number else "other"
+            how = "off by one" if number else "other"
+            more = (*launch[: at + 1], other, *launch[at + 2 :])
+            yield f"{flag}: {how}", _launch(more)
 
 
-def caught(case: Case, export: Export, folder: Path) -> str:
-    """Who says no to an export, at the newest or at its lowest release; empty: nobody.
-
-    SGLang raising while it loads counts as the judge's.
-    """
-    for release in dict.fromkeys((NEWEST, export.min_version)):
-        try:
-            leg = case.judge(export, folder, release)
-        except SpecExportError:
-            return "plan"
-        if not leg.passed:
-            return "judge"
-    return ""
+def _launch(launch: tuple[str, ...]) -> Change:
+    return lambda e: replace(e, launch=launch)

@@ -1,51 +1,102 @@
-"""Mutants of the rules of a template, made of the parsed YAML."""
+"""Mutants of the rules of a template, made of the parsed YAML.
+
+The ``loader`` section is left out: it is for folders that others wrote, no export
+depends on it.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from mutants import WORDS
+
+from spec_export.judge.reference import REFERENCES
+from spec_export.layout.inherit import extend
+
 Raw = dict[str, Any]
-_LOWER = {"0.5.12": "0.5.2", "0.5.17": "0.5.16", "0.5.4.post2": "0.5.2"}
+# What names a rule of each section.
 _LABELS = {
-    "tensors": "source",
-    "parameters": "name",
-    "config": "key",
-    "refuse": "code",
-    "features": "name",
-    "flags": "argv",
+    "tensors": ("source",),
+    "derived": ("name", "when"),
+    "parameters": ("name",),
+    "config": ("key",),
+    "refuse": ("code", "subject"),
+    "features": ("name",),
+    "flags": ("argv",),
 }
 
 
-def rule_mutants(raw: Raw) -> Iterator[tuple[str, Raw]]:
-    """``section: rule: what was done``, and the whole template with it done."""
+def rule_mutants(raw: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
+    """``section: rule: what was done``, and the whole template with it done.
+
+    Args:
+        raw: The whole template, merged with the one that it extends.
+        own: What its own file says. Rules that it inherits are mutated where they
+            stand; what they write is mutated for each template apart.
+    """
     for section, label in _LABELS.items():
+        mine = {_identity(rule, label) for rule in own.get(section, [])}
         for at, rule in enumerate(raw.get(section, [])):
-            name = f"{section}: {rule[label]}"
-            less = copy.deepcopy(raw)
-            del less[section][at]
+            if _identity(rule, label) not in mine:
+                continue
+            name = f"{section}: {_identity(rule, label)}"
+            less = {**raw, section: [*raw[section][:at], *raw[section][at + 1 :]]}
             yield f"{name}: dropped", less
             for how, other in _changed(raw, section, rule):
-                mutant = copy.deepcopy(raw)
-                mutant[section][at] = {k: v for k, v in other.items() if v is not ...}
-                yield f"{name}: {how}", mutant
-    yield from _swapped(raw)
-    yield from _lies(raw)
-    yield from _variables(raw)
-    for how, serves in _serves(raw["serves"]):
-        yield f"serves: {how}", {**raw, "serves": serves}
-    for name, choices in raw["names"].items():
+                rules = list(raw[section])
+                rules[at] = _without_gaps(other)
+                yield f"{name}: {how}", {**raw, section: rules}
+    sources = {rule["source"] for rule in own.get("tensors", [])}
+    yield from _swapped(raw, sources)
+    yield from _lies(raw, sources)
+    yield from _variables(raw, own)
+    for how, serves in _serves(raw["serves"], set(own.get("serves", {}))):
+        yield f"serves: {how}", {**raw, "serves": _without_gaps(serves)}
+    for name, choices in own.get("names", {}).items():
         for at in range(len(choices)):
             typo = copy.deepcopy(choices)
             typo[at]["is"] += "x"
             yield f"names: {name} {at}: other", {**raw, "names": {name: typo}}
         swapped = [{**choices[0], "is": choices[1]["is"]}, choices[0] | {"when": True}]
         yield f"names: {name}: swapped", {**raw, "names": {name: swapped}}
-    for key, other in (("ids", "none"), ("hook", "dflash")):
-        capture = {**raw["capture"], key: other}
-        yield f"capture: {key}", {**raw, "capture": capture}
-    yield "capture: dropped", {k: v for k, v in raw.items() if k != "capture"}
+    if capture := own.get("capture"):
+        hook = "dflash" if capture["hook"] == "eagle3" else "eagle3"
+        for key, other in (("ids", "none"), ("hook", hook)):
+            yield f"capture: {key}", {**raw, "capture": {**capture, key: other}}
+        yield "capture: dropped", {k: v for k, v in raw.items() if k != "capture"}
+    if "speculators_type" in own:
+        yield "speculators_type: other", {**raw, "speculators_type": "other"}
+
+
+def restored(base: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
+    """Rules that a template removes from the one that it extends, left in."""
+    for section, label in _LABELS.items():
+        for at, rule in enumerate(own.get(section, [])):
+            if rule.get("remove"):
+                kept = [*own[section][:at], *own[section][at + 1 :]]
+                name = f"{section}: {_identity(rule, label)}: not removed"
+                yield name, extend(base, {**own, section: kept})
+
+
+def _identity(rule: Raw, label: tuple[str, ...]) -> str:
+    return " ".join(str(rule.get(key)) for key in label)
+
+
+def _without_gaps(rule: Raw) -> Raw:
+    return {key: value for key, value in rule.items() if value is not ...}
+
+
+def _before(release: str) -> str:
+    """The release before one, which need not exist."""
+    number, _, post = release.partition(".post")
+    if post:
+        return number
+    *rest, patch = number.split(".")
+    return ".".join([*rest, str(int(patch) - 1)])
 
 
 def _changed(raw: Raw, section: str, rule: Raw) -> Iterator[tuple[str, Raw]]:
@@ -59,11 +110,14 @@ def _changed(raw: Raw, section: str, rule: Raw) -> Iterator[tuple[str, Raw]]:
         if len(shape) == 2:
             yield "shape transposed", {**rule, "shape": shape[::-1]}
     for index, each in (rule.get("each") or {}).items():
-        if not str(each).startswith("["):
-            fewer = {**rule["each"], index: f"({each}) - 1"}
-            yield f"{index} off by one", {**rule, "each": fewer}
+        fewer = f"({each}) - 1"
+        if str(each).startswith("["):
+            fewer = str(ast.literal_eval(each)[:-1])
+        yield f"{index} off by one", {**rule, "each": {**rule["each"], index: fewer}}
     if "since" in rule:
-        yield "since lower", {**rule, "since": _LOWER.get(rule["since"], "0.4.9")}
+        yield "since lower", {**rule, "since": _before(rule["since"])}
+    if section == "config":
+        yield from _config(raw, rule)
     yield from _OWN[section](rule) if section in _OWN else ()
 
 
@@ -80,6 +134,17 @@ def _tensor(rule: Raw) -> Iterator[tuple[str, Raw]]:
         source = rule["source"]
         if source != rule["export"]:
             yield "export not renamed", {**rule, "export": source}
+        for index, each in (rule.get("each") or {}).items():
+            if str(each).startswith("["):
+                one, other = ast.literal_eval(each)[:2]
+                crossed = {
+                    "is": rule["export"].replace(f"{{{index}}}", other),
+                    "when": f"{index} == '{one}'",
+                }
+                yield (
+                    f"export of {one} as {other}",
+                    {**rule, "export": [crossed, {"is": rule["export"]}]},
+                )
     elif "export" in rule:
         for at in range(len(rule["export"])):
             only = [{"is": rule["export"][at]["is"]}]
@@ -89,12 +154,33 @@ def _tensor(rule: Raw) -> Iterator[tuple[str, Raw]]:
             "fate dropped",
             {**rule, "export": ..., "fate": "dropped", "reason": "a lie"},
         )
-    if rule.get("fate") == "provided_by_target":
-        yield "fate dropped", {**rule, "fate": "dropped"}
+    if rule.get("fate") in ("provided_by_target", "transformed"):
+        yield "fate dropped", {**rule, "fate": "dropped", "reason": "a lie"}
+
+
+def _derived(rule: Raw) -> Iterator[tuple[str, Raw]]:
+    arguments = rule.get("arguments") or {}
+    for key, expr in arguments.items():
+        other = f"({expr}) + 1"
+        if str(expr).startswith("["):
+            _, *rest = expr.strip("[]").split(", ")
+            other = f"[{', '.join([rest[-1], *rest] if rest else ['0'])}]"
+        changed = {**arguments, key: other}
+        yield f"{key} other", {**rule, "arguments": changed}
+        less = {k: v for k, v in arguments.items() if k != key}
+        yield f"{key} dropped", {**rule, "arguments": less}
+    sources = rule.get("sources") or []
+    if len(sources) == 2:
+        yield "sources swapped", {**rule, "sources": sources[::-1]}
+    constant = {"transform": "constant", "arguments": {"value": 1}, "sources": []}
+    if rule["transform"] != "constant":
+        yield "transform other", {**rule, **constant}
 
 
 def _parameter(rule: Raw) -> Iterator[tuple[str, Raw]]:
     yield "name other", {**rule, "name": f"x{rule['name']}"}
+    if "since" in rule:
+        yield "since dropped", {**rule, "since": ...}
     if rule.get("origin") == "target":
         yield "origin export", {**rule, "origin": "export"}
     else:
@@ -102,19 +188,19 @@ def _parameter(rule: Raw) -> Iterator[tuple[str, Raw]]:
         yield "origin target", {**rule, **other}
 
 
-def _config(rule: Raw) -> Iterator[tuple[str, Raw]]:
+def _config(raw: Raw, rule: Raw) -> Iterator[tuple[str, Raw]]:
     if "value" in rule:
         value = rule["value"]
-        other: Any = [] if isinstance(value, list) else "other"
+        other: Any = [] if isinstance(value, list) else WORDS.get(value, "other")
         yield "value", {**rule, "value": not value if value in (True, False) else other}
     if "expr" in rule:
         expr = rule["expr"]
         yield "expr null", {**rule, "expr": ..., "value": None}
         if expr == "layer_ids":
-            unmoved = {"copy": "eagle_aux_hidden_state_layer_ids"}
+            unmoved = {"copy": raw["capture"]["ids"]}
             yield "ids not moved", {**rule, "expr": ..., **unmoved}
-        elif expr == "act":
-            yield "expr other", {**rule, "expr": "'gelu'"}
+        elif rule["key"] in _WORDS:
+            yield "expr other", {**rule, "expr": _WORDS[rule["key"]]}
         elif rule["key"] in _BOOLEAN:
             yield "expr negated", {**rule, "expr": f"not ({expr})"}
         else:
@@ -122,10 +208,14 @@ def _config(rule: Raw) -> Iterator[tuple[str, Raw]]:
     if "copy" in rule:
         yield "copy other", {**rule, "copy": "transformer_layer_config.none"}
     if "function" in rule:
-        other = "dtype" if rule["function"] == "rope" else "rope"
+        other = "dtype" if rule["function"] != "dtype" else "rope"
         yield "function other", {**rule, "function": other}
 
 
+_WORDS = {
+    "hidden_act": "'gelu'",
+    "markov_head_type": "'gated' if head == 'vanilla' else 'vanilla'",
+}
 _BOOLEAN = {
     "norm_before_fc",
     "fc_norm",
@@ -135,12 +225,17 @@ _BOOLEAN = {
     "mlp_bias",
     "norm_before_residual",
     "qk_norm",
+    "sample_from_anchor",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
 }
 
 
 def _flag(rule: Raw) -> Iterator[tuple[str, Raw]]:
     if len(rule["argv"]) == 2 and "{" in rule["argv"][1]:
         yield "another number", {**rule, "argv": [rule["argv"][0], "{W}"]}
+    elif len(rule["argv"]) == 2:
+        yield "another value", {**rule, "argv": [rule["argv"][0], "other"]}
     for key in ("before", "since"):
         if key in rule:
             yield f"{key} dropped", {**rule, key: ...}
@@ -148,80 +243,118 @@ def _flag(rule: Raw) -> Iterator[tuple[str, Raw]]:
 
 _OWN: dict[str, Any] = {
     "tensors": _tensor,
+    "derived": _derived,
     "parameters": _parameter,
-    "config": _config,
     "flags": _flag,
 }
 
 
-def _swapped(raw: Raw) -> Iterator[tuple[str, Raw]]:
+def _swapped(raw: Raw, sources: set[str]) -> Iterator[tuple[str, Raw]]:
     """Two rules of the same shape and indices exchange their export names."""
     rules = [
         (at, rule)
         for at, rule in enumerate(raw["tensors"])
-        if isinstance(rule.get("export"), str)
+        if isinstance(rule.get("export"), str) and rule["source"] in sources
     ]
     for n, (a, one) in enumerate(rules):
         for b, other in rules[n + 1 :]:
             alike = ("shape", "each", "exists", "kind")
             if all(one.get(key) == other.get(key) for key in alike):
-                mutant = copy.deepcopy(raw)
-                mutant["tensors"][a]["export"] = other["export"]
-                mutant["tensors"][b]["export"] = one["export"]
+                tensors = list(raw["tensors"])
+                tensors[a] = {**one, "export": other["export"]}
+                tensors[b] = {**other, "export": one["export"]}
                 yield (
                     f"tensors: {one['source']}: swapped with {other['source']}",
-                    mutant,
+                    {**raw, "tensors": tensors},
                 )
 
 
-def _lies(raw: Raw) -> Iterator[tuple[str, Raw]]:
-    """A tensor dropped, and the parameter that it would set forgotten with it."""
+def _lies(raw: Raw, sources: set[str]) -> Iterator[tuple[str, Raw]]:
+    """A tensor dropped, and the parameters that it would set forgotten with it."""
     for at, rule in enumerate(raw["tensors"]):
         export = rule.get("export")
         names = [export] if isinstance(export, str) else [e["is"] for e in export or []]
-        if not names:
+        made = [
+            d["name"]
+            for d in raw.get("derived", [])
+            if rule["source"] in d.get("sources", [])
+        ]
+        if rule["source"] not in sources or not (names or made):
             continue
-        mutant = copy.deepcopy(raw)
         lie = {k: v for k, v in rule.items() if k != "export"}
-        mutant["tensors"][at] = {**lie, "fate": "dropped", "reason": "a lie"}
-        mutant["parameters"] = [p for p in raw["parameters"] if p["name"] not in names]
+        tensors = list(raw["tensors"])
+        tensors[at] = {**lie, "fate": "dropped", "reason": "a lie"}
+        forgotten = [_as_pattern(name) for name in (*names, *made)]
+        mutant = {**raw, "tensors": tensors}
+        for section in ("parameters", "derived"):
+            mutant[section] = [
+                p
+                for p in raw.get(section, [])
+                if not any(f.fullmatch(p["name"]) for f in forgotten)
+            ]
         yield f"tensors: {rule['source']}: dropped with its parameter", mutant
 
 
-def _variables(raw: Raw) -> Iterator[tuple[str, Raw]]:
-    for name, rule in raw["variables"].items():
-        changes: list[tuple[str, Raw]] = []
-        if "source" in rule:
-            missing = f"{rule['source']}_"
-            changes.append(("source missing", {**rule, "source": missing}))
-            inner = rule["source"].removeprefix("transformer_layer_config.")
-            moved = f"transformer_layer_config.{inner}"
-            moved = inner if moved == rule["source"] else moved
-            changes.append(("source elsewhere", {**rule, "source": moved}))
-        if "target" in rule:
-            changes.append(("target missing", {**rule, "target": "none"}))
-        if "expr" in rule:
-            changes.append(("expr off by one", {**rule, "expr": f"{rule['expr']} + 1"}))
-        if "absent" in rule:
-            changes.append(("absent dropped", {**rule, "absent": ...}))
-            other = not rule["absent"] if isinstance(rule["absent"], bool) else 7
-            changes.append(("absent other", {**rule, "absent": other}))
-        if "equal" in rule:
-            changes.append(("equal other", {**rule, "equal": "chunked_attention"}))
-        for how, other in changes:
-            kept = {k: v for k, v in other.items() if v is not ...}
-            variables = {**raw["variables"], name: kept}
+def _as_pattern(name: str) -> re.Pattern[str]:
+    """Parameters may be listed one by one where tensors have an index of words."""
+    parts = re.split(r"\{[a-z]+\}", name)
+    return re.compile(r"(?:\{[a-z]+\}|[a-z]+)".join(re.escape(part) for part in parts))
+
+
+def _variables(raw: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
+    for name in own.get("variables", {}):
+        rule = raw["variables"][name]
+        for how, other in _variable(rule):
+            variables = {**raw["variables"], name: _without_gaps(other)}
             yield f"variables: {name}: {how}", {**raw, "variables": variables}
 
 
-def _serves(serves: Raw) -> Iterator[tuple[str, Raw]]:
-    known = ["LlamaForCausalLMEagle3", "SpecExportEagle3ForCausalLM"]
-    other = next(k for k in known if k != serves["architecture"])
-    yield "architecture other", {**serves, "architecture": other}
-    yield "algorithm other", {**serves, "algorithm": "EAGLE"}
-    yield "since lower", {**serves, "since": "0.4.5"}
+def _variable(rule: Raw) -> Iterator[tuple[str, Raw]]:
+    if rule.get("source") is not None:
+        yield "source missing", {**rule, "source": f"{rule['source']}_"}
+        inner = rule["source"].removeprefix("transformer_layer_config.")
+        moved = f"transformer_layer_config.{inner}"
+        moved = inner if moved == rule["source"] else moved
+        yield "source elsewhere", {**rule, "source": moved}
+    if "target" in rule:
+        yield "target missing", {**rule, "target": "none"}
+    if rule.get("expr") is not None:
+        expr = rule["expr"]
+        yield "expr off by one", {**rule, "expr": f"({expr}) + 1"}
+        yield "expr negated", {**rule, "expr": f"not ({expr})"}
+    if "absent" in rule:
+        yield "absent dropped", {**rule, "absent": ...}
+        other = not rule["absent"] if isinstance(rule["absent"], bool) else 7
+        yield "absent other", {**rule, "absent": other}
+    if "equal" in rule:
+        yield "equal other", {**rule, "equal": "chunked_attention"}
+    if "record" in rule:
+        yield "record dropped", {**rule, "record": ...}
+    if "older" in rule:
+        yield "older dropped", {**rule, "older": ...}
+        older = {**rule["older"], "value": not rule["older"]["value"]}
+        yield "older other", {**rule, "older": older}
+
+
+def _serves(serves: Raw, own: set[str]) -> Iterator[tuple[str, Raw]]:
+    if "architecture" in own:
+        for other in REFERENCES:
+            if other != serves["architecture"]:
+                yield f"architecture {other}", {**serves, "architecture": other}
+    if "algorithm" in own:
+        algorithm = "EAGLE" if serves["algorithm"] != "EAGLE" else "EAGLE3"
+        yield "algorithm other", {**serves, "algorithm": algorithm}
+    if "since" in own:
+        yield "since lower", {**serves, "since": _before(serves["since"])}
     yield "plugin other", {**serves, "plugin": not serves.get("plugin", False)}
-    for at in range(0, len(serves["launch"]), 2):
+    if "layers" in own:
+        yield "layers dropped", {**serves, "layers": ...}
+        yield "layers other", {**serves, "layers": ["qwen3"]}
+        both = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"]
+        yield "layers all", {**serves, "layers": both}
+    if "replaces" in own:
+        yield "replaces dropped", {**serves, "replaces": ...}
+    for at in range(0, len(serves["launch"]) if "launch" in own else 0, 2):
         flag = serves["launch"][at]
         launch = serves["launch"][:at] + serves["launch"][at + 2 :]
         yield f"{flag} dropped", {**serves, "launch": launch}

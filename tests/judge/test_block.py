@@ -252,6 +252,10 @@ MARKOV: dict[str, Callable[[Tensors, Config], None]] = {
         "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
     ),
     "Markov weights missing": _drop("markov_head"),
+    "confidence weights missing": _drop("confidence_head"),
+    "confidence weights stale": lambda t, c: t.update(
+        {"confidence_head.proj.weight": t["confidence_head.proj.weight"] * 1.1}
+    ),
     "Markov keys nested": _nest_markov,
     "sample_from_anchor": _set(sample_from_anchor=False),
 }

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from drafts import Draft, make_draft
+from safetensors.torch import load_file
 from torch import nn
 
-from spec_export.judge import Inputs, cast_leg, training_logits
-from spec_export.judge.modes import ChangedWeights, ReorderedSums, rounded_to
+from spec_export.judge import (
+    Inputs,
+    budget,
+    cast_leg,
+    modes,
+    run,
+    training_logits,
+    training_module,
+)
+from spec_export.judge.modes import (
+    ChangedWeights,
+    ReorderedSums,
+    SameExperts,
+    jittered,
+    rounded_to,
+)
+from tests.helpers.mtp import make_mtp, make_target
 
 
 @pytest.fixture
@@ -144,6 +163,164 @@ def test_a_sharded_module_gives_the_same(one_process: None) -> None:
     assert all(torch.equal(a, b) for a, b in zip(rounded, seen, strict=True))
     leg = cast_leg(module, draft.inputs(), torch.bfloat16, max_seconds=30)
     assert leg.passed, leg.reason
+
+
+def routed(folder: Path) -> Any:
+    """An MTP head of three experts, in float32 with weights between bfloat16's."""
+    make_target(folder / "target", "qwen3_next")
+    make_mtp(folder / "draft", folder / "target", "qwen3_next")
+    config = json.loads((folder / "draft" / "config.json").read_text())
+    weights = load_file(folder / "draft" / "model.safetensors")
+    held = load_file(folder / "target" / "model.safetensors")
+    weights["embed_tokens.weight"] = held["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = held["lm_head.weight"]
+    module = training_module(config, weights.__getitem__, weights)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def test_experts_of_rows_near_a_border_are_the_same_on_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = routed(tmp_path)
+    inputs = Inputs.random(vocab_size=64, aux_width=32, positions=600)
+    leg = cast_leg(module, inputs, torch.bfloat16)
+    assert leg.passed and leg.tolerance is not None
+    assert 0 < max(m.max_rel for m in leg.metrics) < leg.tolerance.max_rel < 0.06
+    (note,) = [n for n in leg.notes if "take other experts" in n]
+    assert 0 < float(note.split("%")[0]) < 2
+    # Weights that are rounded to half as many digits as the saved dtype has.
+    coarse = rounded_to(torch.float8_e4m3fn)
+    monkeypatch.setattr(run, "rounded_to", lambda _dtype: coarse)
+    assert cast_leg(module, inputs, torch.bfloat16).verdict == "fail"
+    # The control: where experts are free, luck decides what is allowed.
+    monkeypatch.setattr(run, "routes", lambda _draft: False)
+    free = cast_leg(module, inputs, torch.bfloat16)
+    assert free.tolerance is not None
+    assert free.tolerance.max_rel > 5 * leg.tolerance.max_rel
+
+
+def test_experts_are_chosen_again_with_their_own_scores() -> None:
+    experts = SameExperts()
+    scores = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    with experts.run():
+        first = torch.topk(scores, 1, dim=-1)
+    with experts.run():
+        again = torch.topk(scores.flip(0), 1, dim=-1)
+    assert torch.equal(first.indices, again.indices)
+    assert again.values.flatten().tolist() == pytest.approx([0.1, 0.2])
+    assert experts.moved == [1.0]
+    with experts.run():
+        torch.topk(scores * 2, 1, dim=-1)
+    assert experts.moved == [1.0, 0.0]
+    assert torch.topk(scores.flip(0), 1, dim=-1).indices.flatten().tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("shape", [(300, 64), (3, 100, 64), (64,)])
+def test_random_errors_are_of_the_size_of_rounding(shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    moved = jittered(torch.bfloat16)(value)
+    share = ((moved - value) / value).view(-1, 64).double()
+    half = torch.finfo(torch.bfloat16).eps / 2
+    assert moved.shape == value.shape
+    assert float(share.abs().max()) <= half * 1.001
+    assert float(share.std()) == pytest.approx(half / 3**0.5, rel=0.2)
+    assert abs(float(share.mean())) < half / 4
+    assert torch.equal(jittered(torch.bfloat16)(value), moved)
+    if len(share) > 1:  # no two rows, nor two columns, go wrong together
+        assert float((torch.corrcoef(share[::40]).abs() - torch.eye(8)).max()) < 0.6
+        assert float(share.mean(0).abs().max()) < half / 3
+        assert float(share.mean(1).abs().max()) < half / 2
+
+
+@pytest.mark.parametrize("block", [16, 100, 10**9])
+def test_weights_in_pieces_are_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    draft = make_draft(2)
+    inputs = draft.inputs()
+    with ChangedWeights(rounded_to(torch.bfloat16)):
+        whole = training_logits(draft.module, inputs)
+    monkeypatch.setattr(modes, "_BLOCK", block)
+    with ChangedWeights(rounded_to(torch.bfloat16)):
+        pieces = training_logits(draft.module, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+
+
+def test_memory_of_a_weight_is_used_again_unless_somebody_holds_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(modes, "_BLOCK", 8)
+    one, two = (nn.Parameter(torch.randn(6, 4).double()) for _ in range(2))
+    twice = [2 * value.detach() for value in (one, two)]
+    rows = torch.ones(2, 4, dtype=torch.double)
+    expected = [nn.functional.linear(rows, value) for value in twice]
+    made: list[int] = []
+    empty = torch.empty
+
+    def counted(*args: Any, **more: Any) -> torch.Tensor:
+        made.append(1)
+        return empty(*args, **more)
+
+    monkeypatch.setattr(modes.torch, "empty", counted)
+    with torch.no_grad(), ChangedWeights(lambda w: 2 * w):
+        found = [nn.functional.linear(rows, value) for value in (one, two)]
+        assert len(made) == 1
+        # Views of what was changed, which the next weight must not overwrite.
+        view, parts = one[2:], two.chunk(2)
+        last = nn.functional.linear(rows, two)
+        assert len(made) == 3
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert torch.equal(last, expected[1])
+    assert torch.equal(view, twice[0][2:]) and torch.equal(parts[1], twice[1][3:])
+
+
+def test_three_forwards_and_a_look_at_the_clock() -> None:
+    draft, rows = make_draft(1), []
+
+    def count(_module: Any, _args: Any, more: dict[str, Any]) -> None:
+        rows.append(more["hidden_states"].shape[1])
+
+    handle = draft.module.register_forward_pre_hook(count, with_kwargs=True)
+    cast_leg(draft.module, draft.inputs(positions=200), torch.bfloat16)
+    assert rows == [200] * 3
+    rows.clear()
+    inputs = draft.inputs(positions=200)
+    cast_leg(draft.module, inputs, torch.bfloat16, max_seconds=60)
+    assert rows == [16, 200, 200, 200]
+    rows.clear()
+    cast_leg(draft.module, inputs, torch.bfloat16, max_seconds=1e-6)
+    assert rows == [16, 16, 16, 16]
+    handle.remove()
+
+
+def test_time_that_is_neither_short_nor_ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that takes 0.1 s and 0.01 s per row: 3 of 200 rows take 6.3 s."""
+    now, rows = [0.0], []
+
+    def forward(inputs: Inputs) -> None:
+        rows.append(len(inputs))
+        now[0] += 0.1 + 0.01 * len(inputs)
+
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: now[0])
+    inputs = Inputs.random(vocab_size=9, aux_width=4, positions=200)
+    for seconds, taken, looks in (
+        (12.0, 200, [16]),
+        (8.0, 200, [16, 64]),
+        (5.0, None, [16, 64]),
+        (0.9, 16, [16]),
+    ):
+        now[0] = 0.0
+        rows.clear()
+        found = budget.fitting(inputs, seconds, forward, torch.device("cpu"), full=3)
+        assert rows == looks
+        assert taken is None or len(found) == taken
+        for _ in range(3):
+            forward(found)
+        assert now[0] <= seconds or len(found) == 16
+        assert now[0] > seconds / 2 or len(found) == 200
 
 
 def test_reordered_sums_are_the_same_sums() -> None:

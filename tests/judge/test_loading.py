@@ -197,8 +197,8 @@ def test_configs_that_do_not_load(
 
 
 def test_the_oldest_release_covered() -> None:
-    with pytest.raises(ReferenceUnsupported, match=r"starts at 0\.4\.9"):
-        read_config(RAW, "0.4.8.post1", window=None)
+    with pytest.raises(ReferenceUnsupported, match=r"starts at 0\.4\.5"):
+        read_config(RAW, "0.4.4", window=None)
 
 
 def test_yarn_reads_attn_factor_and_not_attention_factor() -> None:

@@ -1,138 +1,113 @@
-"""Every written tensor, every config key and every rule mutated: who notices?
+"""Every written tensor, config key, launch flag and rule mutated: who notices?
 
 A mutant is caught by the grammar or the proof of the template, by an error finding of
-the plan, or by a leg of the judge that does not pass; a written one by the judge alone.
-Those that nobody catches stand below, each with the reason why no logit can change.
+the plan, or by a leg of the judge that fails; a written one by the judge alone. Those
+that nobody catches stand beside the cases of each family (``mutant_cases_*.py``), each
+with the reason why no logit can change; a reason that nothing needs is an error too.
 The score is printed (``pytest -s``).
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import mutant_cases_block
+import mutant_cases_eagle3
+import mutant_cases_mtp
 import mutants
 import pytest
 import torch
 from mutants import Case
-from rule_mutants import rule_mutants
+from rule_mutants import restored, rule_mutants
 
 from spec_export.judge import parts, run
-from spec_export.layout.data import data_path
-from spec_export.layout.proof import prove
+from spec_export.layout.data import data_path, read_yaml
+from spec_export.layout.proof import prove, prove_rules
 from spec_export.layout.template import Template, TemplateError, _raw
 
+FAMILIES: dict[str, ModuleType] = {
+    "eagle3": mutant_cases_eagle3,
+    "block": mutant_cases_block,
+    "mtp": mutant_cases_mtp,
+}
+# One mutant of so many in a plain run; all of them in a wide one.
+SPREAD = {"eagle3": 1, "block": 2, "mtp": 1}
+WIDE = [pytest.mark.wide, pytest.mark.timeout(3600)]
+RUNS = [
+    pytest.param(name, every, id=name, marks=pytest.mark.timeout(900))
+    for name, every in SPREAD.items()
+] + [
+    pytest.param(name, 1, id=f"{name}-all", marks=WIDE)
+    for name, every in SPREAD.items()
+    if every > 1
+]
 # Where a draft that is refused could slip through.
-REFUSING = ("refuse:", "tensors:", "variables:")
-TEMPLATES = ["eagle3-llama", "eagle3-plugin"]
-DEFAULT = "what is written is the default of an absent key, in every release judged"
-TWICE = "the same is said by a second key, which SGLang reads first or instead"
-UNREAD = "no forward reads it"
-SIZES_EMBEDDING = (
-    "it sizes the embedding, which the target's replaces; verify holds it "
-    "against the target's"
-)
-# Mutants of what was written: a pattern of their names, and why no logit can change.
-WRITTEN = {
-    r"vocab_size: .*": SIZES_EMBEDDING,
-    r"(initializer_range|bos_token_id|eos_token_id): .*": UNREAD,
-    r"max_position_embeddings: .*": "SGLang holds it against the context and sizes a "
-    "table; the RoPE keys have their own original length",
-    r"hidden_act: (dropped|null)": DEFAULT,
-    r"(tie_word_embeddings|attention_bias|mlp_bias): (dropped|null)": DEFAULT,
-    r"(norm_before_residual|qk_norm|fc_norm|norm_output): (dropped|null)": DEFAULT,
-    r"attention_bias: wrong flag": "the stock class then has an o_proj.bias, zero "
-    "where no tensor sets it",
-    r"mlp_bias: wrong flag": "the stock class does not read it",
-    r"norm_before_fc: .*": TWICE,
-    r"eagle_config\.norm_before_fc: dropped": TWICE,
-    r"eagle_config\.use_aux_hidden_state: dropped": DEFAULT,
-    r"num_aux_hidden_states: (dropped|null)": TWICE,
-    r"dtype: (dropped|null)": TWICE,
-    r"rope_parameters\..*": TWICE,
-    r"rope_scaling\.(rope_type: dropped|type: .*)": TWICE,
-    r"rope_scaling\.original_max_position_embeddings: .*": TWICE,
-}
-# The plug-in's class starts at 0.5.12, where the newer spellings are read.
-WRITTEN_PLUGIN = {r"(rope_theta|torch_dtype): .*": TWICE}
-DEMANDS = "it only demands a newer release than is needed"
-SPEED = "it sets how many tokens are drafted and checked, not what a draft computes"
-INFORMS = "it only says something; what is written stays the same"
-NEVER = "speculators does not make such a draft, and its tensors contradict it too"
-DESCRIBES = "a check of what the source holds; a source that has it right is written"
-LOSS = "the tensor is dropped in any case; only training's loss uses it"
-# Mutants of rules.
-RULES = {
-    r"tensors: .*: optional": DESCRIBES
-    + "; an absent one leaves its parameter without origin, an error",
-    r"tensors: .*: (exists true)": DESCRIBES,
-    r"tensors: lm_head\.weight: fill dropped": "then a slim source is refused",
-    r"tensors: t2d: .*": "it is dropped in any case, and checked by value",
-    r"tensors: verifier_.*": LOSS,
-    r"tensors: embed_tokens\.weight: (fate dropped|kind)": "SGLang puts the target's "
-    "there, whatever is said of it",
-    r"parameters: embed_tokens\.weight: .*": "SGLang puts the target's there; the "
-    "rule lists it in the manifest",
-    r"parameters: .*: since (lower|dropped)": "read by the contract tests alone; the "
-    "rules under features demand releases",
-    r"config: vocab_size: .*": SIZES_EMBEDDING,
-    r"config: (initializer_range|bos_token_id|eos_token_id): .*": UNREAD,
-    r"config: max_position_embeddings: .*": WRITTEN[r"max_position_embeddings: .*"],
-    r"config: hidden_act: (dropped|expr null)": DEFAULT,
-    r"config: (tie_word_embeddings|attention_bias|mlp_bias): dropped": DEFAULT,
-    r"config: (attention_bias|mlp_bias): value": WRITTEN[r"attention_bias: wrong flag"],
-    r"config: norm_before_fc: .*": TWICE,
-    r"config: eagle_config\.norm_before_fc: dropped": TWICE,
-    r"config: eagle_config\.use_aux_hidden_state: dropped": DEFAULT,
-    r"config: num_aux_hidden_states: (dropped|expr null)": TWICE,
-    r"config: (layer_types|sliding_window): .*": "written for drafts without a window "
-    "as well; it says full attention",
-    r"refuse: (config-invalid|target-hidden-size): .*": NEVER,
-    r"refuse: (tie-flag-dropped|quantization-dropped): .*": INFORMS,
-    r"features: .*: (when true|when negated)": DEMANDS,
-    r"flags: \['--disable-cuda-graph'\]: .*": "it concerns CUDA graphs of releases "
-    "before 0.5.11, which the newest release's line does not have",
-    r"flags: \['--speculative-draft-model-quantization', 'unquant'\]: .*": "SGLang "
-    "would quantise the draft when it loads it, which no reference computes",
-    r"variables: (T|T1): .*": SPEED,
-    r"variables: (tied|tied_layer|leftover_quantization|target_quantization): .*": (
-        INFORMS
-    ),
-    r"variables: (target_width|full_layers): .*": NEVER,
-    r"variables: .*: absent (dropped|other)": "speculators writes the key; the rule is "
-    "for configurations that others made",
-    r"variables: (attention_bias|mlp_bias|W|sliding_layers): .*": "drafts that have it "
-    "are refused by another rule or by their tensors",
-    r"serves: plugin other": "it decides which plan is preferred; an export names its "
-    "class itself",
-    r"serves: since lower": "releases before 0.4.9 are not computed: no verdict",
-    r"serves: --speculative-(num-steps|eagle-topk|num-draft-tokens) .*": SPEED,
-    r"capture: hook": "the hook decides from which release on the target hands "
-    "features over",
-}
-# The stock class has no place for these; such drafts are refused.
-STOCK = {
-    r"tensors: .*(q_norm|k_norm)\.weight: .*": "such a draft stays refused: by the "
-    "rule of the other norm, or as a tensor that no rule takes",
-    r"tensors: .*_proj\.bias: (dropped|shape off by one|i off by one|kind)": "such a "
-    "draft stays refused: its tensors fit no rule",
-}
-# The plug-in's class starts at 0.5.12.
-PLUGIN = {
-    r"variables: W1: .*": "the class takes its windows from config.json, no flag",
-    r"features: .*": "the class itself needs 0.5.12, where all of them are there",
-}
+REFUSING = ("refuse:", "tensors:", "variables:", "serves: layers")
 
 
-def reason(known: dict[str, str], name: str) -> str | None:
-    return next((why for p, why in known.items() if re.fullmatch(p, name)), None)
+@dataclass
+class Score:
+    """What became of the mutants of one template."""
+
+    what: str
+    known: dict[str, str]
+    caught: Counter[str] = field(default_factory=Counter)
+    alive: list[str] = field(default_factory=list)
+
+    def add(self, name: str, who: str) -> None:
+        if who:
+            self.caught[who] += 1
+        else:
+            self.alive.append(name)
+
+    def reason(self, name: str) -> str:
+        """Why a mutant cannot change a logit; empty: nobody says so."""
+        return next((r for p, r in self.known.items() if re.fullmatch(p, name)), "")
+
+    def holes(self) -> list[str]:
+        """Mutants that nobody caught and that could change a logit, all printed."""
+        reasons: dict[str, list[str]] = {}
+        for name in self.alive:
+            reasons.setdefault(self.reason(name), []).append(name)
+        caught = sum(self.caught.values())
+        by = ", ".join(f"{n} by {who}" for who, n in self.caught.most_common())
+        print(
+            f"\n{self.what}: {caught + len(self.alive)} mutants, {caught} caught ({by})"
+        )
+        for why, names in reasons.items():
+            print(f"  {len(names)} {why or 'NOBODY CAUGHT'}: {'; '.join(names)}")
+        return reasons.get("", [])
+
+
+def known_of(family: str, what: str, template: str) -> dict[str, str]:
+    """The list of survivors of a family, and of this template alone."""
+    module = FAMILIES[family]
+    of_all: dict[str, str] = getattr(module, what)
+    return of_all | getattr(module, f"{what}_OF", {}).get(template, {})
+
+
+def unneeded(scores: list[Score]) -> list[str]:
+    """Patterns of survivors that no template has."""
+    used = {
+        pattern
+        for score in scores
+        for pattern in score.known
+        if any(re.fullmatch(pattern, name) for name in score.alive)
+    }
+    return sorted({p for score in scores for p in score.known} - used)
 
 
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
-    return [*mutants.servable(), *mutants.alone(), *mutants.refused()]
+def cases() -> dict[str, list[Case]]:
+    return {}
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +117,8 @@ def only_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     real = run.training_logits
 
     def once(module: Any, inputs: Any, steps: int, **more: Any) -> list[torch.Tensor]:
-        key = id(module), id(inputs), steps
+        rows = inputs.token_ids.tolist(), inputs.document_ids.tolist()
+        key = id(module), str(rows), steps
         if key not in logits:
             logits[key] = real(module, inputs, steps, **more)
         return logits[key]
@@ -160,108 +136,138 @@ def only_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "training_logits", once)
     monkeypatch.setattr(parts, "free_chain", chain)
     monkeypatch.setattr(run, "diagnose", lambda *_: [])
+    monkeypatch.setattr(run, "_diagnose_block", lambda *_: [])
 
 
-def holes(alive: list[str], known: dict[str, str]) -> list[str]:
-    found = [name for name in alive if reason(known, name) is None]
-    print(*(f"\nnobody caught {name}" for name in found))
-    return found
+def some(mutated: Iterator[tuple[str, Any]], every: int) -> Iterator[tuple[str, Any]]:
+    """The same spread of them in every run."""
+    return (one for one in mutated if zlib.crc32(one[0].encode()) % every == 0)
 
 
-def told(what: str, count: Counter[str], alive: list[str]) -> None:
-    total, left = sum(count.values()) + len(alive), len(alive)
-    by = ", ".join(f"{n} by {who}" for who, n in count.most_common())
-    print(
-        f"\n{what}: {total} mutants, {sum(count.values())} caught ({by}), "
-        f"{left} cannot change a logit"
-    )
+def path_of(template: str) -> Path:
+    return data_path("ckpt_templates") / f"{template}.yaml"
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_written_mutants(tmp_path: Path, template: str) -> None:
-    rules = Template.model_validate(
-        _raw(data_path("ckpt_templates") / f"{template}.yaml")
-    )
-    alive: dict[str, bool] = {}
-    for case in mutants.servable():
-        if case.template != template:
-            continue
-        export = case.export(case.plan(rules))
-        assert mutants.caught(case, export, tmp_path) == "", case.name
-        for kind in (
-            mutants.tensor_mutants,
-            mutants.config_mutants,
-            mutants.launch_mutants,
-        ):
-            for name, change in kind(export):
-                if alive.get(name, True):
-                    who = mutants.caught(case, change(export), tmp_path)
-                    alive[name] = who == ""
-    left = [name for name, living in alive.items() if living]
-    known = WRITTEN | (WRITTEN_PLUGIN if template == "eagle3-plugin" else {})
-    told(f"{template}, written", Counter(judge=len(alive) - len(left)), left)
-    assert len(alive) > 300
-    assert holes(left, known) == []
+def raw_of(template: str) -> dict[str, Any]:
+    return _raw(path_of(template))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_rule_mutants(tmp_path: Path, cases: list[Case], template: str) -> None:
-    raw = _raw(data_path("ckpt_templates") / f"{template}.yaml")
-    known = RULES | (PLUGIN if template == "eagle3-plugin" else STOCK)
-    mine = [case for case in cases if case.template == template]
+def cases_of(held: dict[str, list[Case]], family: str) -> list[Case]:
+    if family not in held:
+        held[family] = FAMILIES[family].cases()
+    return held[family]
+
+
+@pytest.mark.parametrize(("family", "every"), RUNS)
+def test_written_mutants(
+    tmp_path: Path, cases: dict[str, list[Case]], family: str, every: int
+) -> None:
+    scores = []
+    for template in FAMILIES[family].TEMPLATES:
+        rules = Template.model_validate(raw_of(template))
+        living: dict[str, str] = {}
+        for case in cases_of(cases, family):
+            if case.template != template or case.refused:
+                continue
+            export = case.export(case.plan(rules))
+            assert case.caught(export, tmp_path) == "", case.name
+            for kind in (
+                mutants.tensor_mutants,
+                mutants.config_mutants,
+                mutants.launch_mutants,
+            ):
+                for name, change in some(kind(export), every):
+                    if not living.get(name):
+                        living[name] = case.caught(change(export), tmp_path)
+        score = Score(f"{template}, written", known_of(family, "WRITTEN", template))
+        for name, who in living.items():
+            score.add(name, who)
+        scores.append(score)
+    assert [hole for score in scores for hole in score.holes()] == []
+    assert sum(len(s.alive) + sum(s.caught.values()) for s in scores) > 100
+    assert every > 1 or unneeded(scores) == []
+
+
+@pytest.mark.parametrize(("family", "every"), RUNS)
+def test_rule_mutants(
+    tmp_path: Path, cases: dict[str, list[Case]], family: str, every: int
+) -> None:
+    scores = []
+    for template in FAMILIES[family].TEMPLATES:
+        mine = [c for c in cases_of(cases, family) if c.template == template]
+        score = Score(f"{template}, rules", known_of(family, "RULES", template))
+        _score_rules(template, mine, tmp_path, every, score)
+        scores.append(score)
+    assert [hole for score in scores for hole in score.holes()] == []
+    assert sum(len(s.alive) + sum(s.caught.values()) for s in scores) > 100
+    assert every > 1 or unneeded(scores) == []
+
+
+def _score_rules(
+    template: str, cases: list[Case], folder: Path, every: int, score: Score
+) -> None:
+    raw, own = raw_of(template), read_yaml(path_of(template))
+    mutated = rule_mutants(raw, own)
+    if "extends" in own:
+        mutated = chain(mutated, restored(raw_of(own["extends"]), own))
     base = {}
-    for case in mine:
+    for case in cases:
         plan = case.plan(Template.model_validate(raw))
         base[case.name] = case.outcome(plan)
         # A draft made for a refusal fails the judge: the plan is what keeps it out.
-        who = mutants.caught(case, case.export(plan), tmp_path)
+        who = case.caught(case.export(plan), folder)
         assert (bool(who), plan.ok) == (case.refused, not case.refused), case.name
-
     judged: dict[tuple[str, str], str] = {}
-    count: Counter[str] = Counter()
-    alive = []
-    for name, mutant in rule_mutants(raw):
-        who = ""
+    for name, mutant in some(mutated, every):
         try:
             rules = Template.model_validate(mutant)
         except ValueError:
-            count["the grammar"] += 1
+            score.add(name, "the grammar")
             continue
-        for case in mine:
-            if case.refused and not name.startswith(REFUSING):
-                continue
+        who = _who(name, rules, cases, base, judged, folder)
+        # The grid of the whole proof is dear: not for what is said to survive it.
+        proof = prove_rules if score.reason(name) else prove
+        score.add(name, who or ("the proof" if proves_wrong(rules, proof) else ""))
+
+
+def _who(
+    name: str,
+    rules: Template,
+    cases: list[Case],
+    base: dict[str, str],
+    judged: dict[tuple[str, str], str],
+    folder: Path,
+) -> str:
+    """Plan or judge, if one of them catches the rules with one of the drafts."""
+    for case in cases:
+        if case.refused and not name.startswith(REFUSING):
+            continue
+        try:
+            plan = case.plan(rules)
+        except ValueError:  # an expression that cannot be computed
+            return ""
+        if not plan.ok:
+            if not case.refused:
+                return "the plan"
+            continue
+        key = case.name, case.outcome(plan)
+        if key[1] == base[case.name] and not case.refused:
+            continue
+        if key not in judged:
             try:
-                plan = case.plan(rules)
-            except ValueError:  # an expression that cannot be computed
-                who = "the proof" if proves_wrong(rules) else ""
-                break
-            if not plan.ok:
-                who = "" if case.refused else "the plan"
-                if who:
-                    break
-                continue
-            key = case.name, case.outcome(plan)
-            if key[1] == base[case.name] and not case.refused:
-                continue
-            if key not in judged:
-                judged[key] = mutants.caught(case, case.export(plan), tmp_path)
-            if judged[key]:
-                who = "the judge"
-                break
-        if not who and reason(known, name) is None and proves_wrong(rules):
-            who = "the proof"
-        if who:
-            count[who] += 1
-        else:
-            alive.append(name)
-    told(f"{template}, rules", count, alive)
-    assert sum(count.values()) > 200
-    assert holes(alive, known) == []
+                export = case.export(plan)
+            except (ValueError, LookupError, RuntimeError):  # nothing is published
+                judged[key] = "the writing"
+            else:
+                judged[key] = case.caught(export, folder)
+        if judged[key]:
+            return judged[key]
+    return ""
 
 
-def proves_wrong(rules: Template) -> bool:
+def proves_wrong(rules: Template, proof: Callable[[Template], None]) -> bool:
     try:
-        prove(rules)
+        proof(rules)
     except TemplateError:
         return True
     return False

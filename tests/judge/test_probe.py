@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from spec_export.findings import SpecExportError
 from spec_export.judge import (
     Inputs,
-    engine_leg,
     layout_leg,
     load_probe,
+    not_run,
     probe_leg,
 )
 from spec_export.judge.seeded import digest
@@ -216,7 +216,7 @@ def test_legs_as_json(tmp_path: Path, draft: Draft) -> None:
         "kl_max_position",
         "top1",
     }
-    never = engine_leg("no SGLang here").to_json()
+    never = not_run("engine", "no SGLang here").to_json()
     assert never["ran"] is False and never["verdict"] == "not run"
     assert never["reason"] == "no SGLang here"
 

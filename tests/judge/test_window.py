@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from spec_export import cli
 from spec_export.comparison import WINDOW_FLAG, window_of
 from spec_export.judge import layout_leg
-from spec_export.training.compare import live_judge
+from spec_export.training.compare import empty_draft, live_cast, live_judge
 from spec_export.training.recipe import CallbackConfig
 from tests.helpers import field
 
@@ -66,7 +66,9 @@ def test_without_the_flag_finalize_fails(
 def test_training_takes_the_flag(tmp_path: Path, flag: bool) -> None:
     draft = make_draft(1, layer=SLIDING)
     folder = write_export(tmp_path / "export", draft)
-    launch = [WINDOW_FLAG, str(WINDOW - 1)] if flag else []
+    launch = ["--speculative-algorithm", "EAGLE3"]
+    launch += ["--speculative-draft-model-path", "{draft}"]
+    launch += [WINDOW_FLAG, str(WINDOW - 1)] if flag else []
     tensors = load_file(folder / "model.safetensors")
     embedded = json.dumps({"serving": {"launch": launch}})
     save_file(tensors, folder / "model.safetensors", {"spec_export.manifest": embedded})
@@ -74,11 +76,10 @@ def test_training_takes_the_flag(tmp_path: Path, flag: bool) -> None:
     snapshot: Any = SimpleNamespace(
         config=draft.config, tensors=values, rounded=values.__getitem__
     )
-    from spec_export.training.compare import empty_draft
-
     config = CallbackConfig(output_dir=tmp_path / "out", dtype="float32")
+    cast = live_cast(draft.module, config, None)
     judge = live_judge(
-        draft.module, empty_draft(draft.config), snapshot, None, config, lambda: False
+        cast, empty_draft(draft.config), snapshot, None, config, lambda: False
     )
     legs = judge(folder)
     assert legs["cast"].passed
@@ -91,4 +92,4 @@ def test_a_window_that_no_document_reaches_is_no_note(tmp_path: Path) -> None:
     folder = write_export(tmp_path, draft)
     inputs = draft.inputs()
     leg = layout_leg(folder, draft.module, inputs, embed=draft.embed, window=99)
-    assert leg.passed and leg.notes == ()
+    assert leg.passed and leg.notes == (inputs.described(),)
