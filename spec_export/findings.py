@@ -108,6 +108,7 @@ _codes(
     release_unknown="a release newer than the newest known one",
     cuda_graph_layer_ids="custom layer ids are lost in CUDA graphs before 0.5.11",
     sliding_window_flag="the window of the draft is a launch flag of the server",
+    dtype_differs="by itself SGLang gives draft and target different dtypes",
     context_too_short="the draft's max_position_embeddings is below the context",
     embedding_flag_no_effect="embed_requires_grad has no effect in EAGLE-3",
     embedding_only_in_target="the embedding comes from the target, not the export",

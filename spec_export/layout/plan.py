@@ -24,6 +24,7 @@ from spec_export.layout.config import build_config
 from spec_export.layout.expressions import evaluate, fields, names
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.releases import newest_known
+from spec_export.layout.served_dtype import dtype_flag
 from spec_export.layout.targets import (
     TargetFacts,
     capture_ids,
@@ -236,6 +237,9 @@ def plan_with(
     plan.findings += problems
     if target is not None:
         _fit_target(target, values, plan)
+        argv, problems = dtype_flag(plan.config, target.config)
+        plan.launch += argv
+        plan.findings += problems
     oldest = max(demands, key=lambda d: Version(d[0]))
     plan.min_version = oldest[0]
     plan.reasons = list(dict.fromkeys(w for v, w in demands if v == oldest[0]))

@@ -28,6 +28,11 @@ def oldest_known() -> str:
     return str(_known()["oldest"])
 
 
+def float32_loads_as() -> dict[str, str]:
+    """Beginning of a model_type -> dtype that ``--dtype auto`` gives it; ``other``."""
+    return dict(_known()["float32_loads_as"])
+
+
 def parse_release(text: str | None) -> tuple[Version, list[Finding]]:
     """Read the ``--sglang`` option.
 

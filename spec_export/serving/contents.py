@@ -12,6 +12,7 @@ from spec_export.artifact.values import check_vocab_map
 from spec_export.artifact.weights import WeightFiles, read_json
 from spec_export.findings import Finding, error, warning
 from spec_export.layout.loader import check_folder, text_part
+from spec_export.layout.served_dtype import dtype_flag
 from spec_export.layout.targets import context_length, target_classes
 from spec_export.layout.template import template_of_class
 from spec_export.layout.variables import dig
@@ -62,6 +63,7 @@ def contents_findings(
     findings += _token_map(config, files, target)
     if target is not None:
         findings += _fit(text_part(config), target)
+        findings += dtype_flag(config, target.config)[1]
     return findings
 
 

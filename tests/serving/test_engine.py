@@ -7,13 +7,16 @@ leave them where they were.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from spec_export.layout.served_dtype import dtype_flag
 from tests.helpers.record import record
 from tests.serving import drafts, simulate
 from tests.serving.broken import MISTAKES, Config, Tensors, break_export
@@ -193,3 +196,35 @@ def test_simulation_counts_what_the_draft_itself_proposes(
             wanted = text.tokens[newest + 1 : newest + 1 + STEPS].tolist()
             equal = [a == b for a, b in zip(proposed, wanted, strict=True)]
             assert right[newest] == [*equal, False].index(False)
+
+
+def test_draft_of_another_dtype(
+    make: Make, engine: Engine, target: Path, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """By itself the server computes a float32 draft in float16, and stops."""
+    half = tmp_path / "target"
+    copy_as(torch.bfloat16, target, half)
+    made = make(SPREAD[0])
+    argv, (found,) = dtype_flag(
+        *(json.loads((f / "config.json").read_text()) for f in (made.export, half))
+    )
+    assert argv == ["--dtype", "bfloat16"] and found.code == "dtype-differs"
+    jobs = {"new_tokens": NEW_TOKENS, "steps": STEPS}
+    with pytest.raises(pytest.fail.Exception, match="to have the same dtype"):
+        engine.serve(half, made.export, prompts, **jobs, dtype="auto")
+    served = engine.serve(half, made.export, prompts, **jobs, dtype=argv[1])
+    rounded = tmp_path / "draft"
+    copy_as(torch.bfloat16, made.export, rounded)
+    assert served == engine.serve(half, rounded, prompts, **jobs, dtype="auto")
+
+
+def copy_as(dtype: torch.dtype, folder: Path, out: Path) -> None:
+    """A model folder at another dtype, without a manifest."""
+    out.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    cast = {k: v.to(dtype) if v.is_floating_point() else v for k, v in tensors.items()}
+    save_file(cast, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    name = str(dtype).removeprefix("torch.")
+    config |= {"dtype": name, "torch_dtype": name}
+    (out / "config.json").write_text(json.dumps(config))
