@@ -22,13 +22,12 @@ from spec_export.findings import (
 from spec_export.layout.accounting import account
 from spec_export.layout.config import build_config
 from spec_export.layout.expressions import evaluate, fields, names
+from spec_export.layout.fit import fit_target
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.releases import newest_known
-from spec_export.layout.served_dtype import dtype_flag
 from spec_export.layout.targets import (
     TargetFacts,
     capture_ids,
-    context_length,
     served_embedding,
 )
 from spec_export.layout.template import Template, families, templates
@@ -236,10 +235,7 @@ def plan_with(
     )
     plan.findings += problems
     if target is not None:
-        _fit_target(target, values, plan)
-        argv, problems = dtype_flag(plan.config, target.config)
-        plan.launch += argv
-        plan.findings += problems
+        fit_target(target, values, plan)
     oldest = max(demands, key=lambda d: Version(d[0]))
     plan.min_version = oldest[0]
     plan.reasons = list(dict.fromkeys(w for v, w in demands if v == oldest[0]))
@@ -390,45 +386,6 @@ def _flags(
                     "start the server with " + " ".join(flag.argv).format_map(values),
                 )
             )
-
-
-def _fit_target(
-    target: TargetFacts,
-    values: Mapping[str, Any],
-    plan: Plan,
-) -> None:
-    hint = "give the target that the draft was trained with (--target DIR)"
-    if values.get("H") != target.hidden_size:
-        plan.findings.append(
-            error(
-                "target-hidden-size",
-                "transformer_layer_config.hidden_size",
-                f"is {values.get('H')}, the target's hidden_size is "
-                f"{target.hidden_size}",
-                hint,
-            )
-        )
-    if values.get("V") != target.vocab_size:
-        plan.findings.append(
-            error(
-                "config-invalid",
-                "transformer_layer_config.vocab_size",
-                f"is {values.get('V')}, the target's vocab_size is {target.vocab_size}",
-                hint,
-            )
-        )
-    mine = context_length(plan.config)
-    if mine < target.context_length:
-        plan.findings.append(
-            warning(
-                "context-too-short",
-                "transformer_layer_config.max_position_embeddings",
-                f"gives the draft a context of {mine} tokens, the target has "
-                f"{target.context_length}; SGLang refuses to start",
-                f"start the server with --context-length {mine}, or set "
-                "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
-            )
-        )
 
 
 def deviations(findings: Iterable[Finding], allow: Iterable[str]) -> list[Finding]:
