@@ -30,6 +30,7 @@ from typing import Any
 from tests.helpers.tiny import REPOSITORY, make_tiny
 
 KEEP = 3
+ROOM = 20_000  # bytes of the largest file on a full disk
 EMPTIED = 50  # steps after which a disk is as full as before, for as long
 ENDLESS = 1_000_000  # epochs
 
@@ -66,10 +67,9 @@ class Watch:
         if event.reason != "step":
             return
         self.steps += 1
-        # A limit of file size refuses what a full disk refuses, and for us alone.
-        full = self.steps % EMPTIED in self.full
-        room = 20_000 if full else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        # A limit of file size refuses what a full disk refuses, and for us alone; but
+        # not to the notes.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         held = (
             pages * resource.getpagesize() / 1e6,
@@ -78,6 +78,9 @@ class Watch:
         )
         with self.notes.open("a") as file:
             file.write(json.dumps(held) + "\n")
+        if self.steps % EMPTIED in self.full:
+            room = (ROOM, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_FSIZE, room)
 
 
 def train(root: Path, epochs: int, full: range) -> None:
