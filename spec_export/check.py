@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from spec_export.artifact.compose import facts_of_target
 from spec_export.artifact.resolve import resolve_target
 from spec_export.artifact.target import open_target
-from spec_export.findings import Finding, check_allow, warning
+from spec_export.findings import Finding, check_allow, info, warning
 from spec_export.layout.accounting import expected_tensors
+from spec_export.layout.catalog import templates
 from spec_export.layout.plan import PluginChoice, make_plan
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.releases import parse_release
-from spec_export.layout.template import templates
 from spec_export.layout.tensors import ITEM_SIZE, TensorInfo
 from spec_export.layout.variables import read_variables
 
@@ -96,6 +96,15 @@ def check_recipe(
         dtype=(settings.dtype if settings is not None else None) or "bfloat16",
     )
     findings += _no_effect(draft.speculator_type, draft.flags)
+    if settings is None and isinstance(recipe, Path):
+        findings.append(
+            info(
+                "callbacks-missing",
+                "callbacks",
+                f"{recipe.name} has no such block, so a training exports nothing",
+                "add it beside 'train:', or finalize a checkpoint afterwards",
+            )
+        )
     plan.findings = [*findings, *plan.findings]
     return CheckResult(
         plan,

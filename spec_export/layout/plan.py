@@ -20,6 +20,7 @@ from spec_export.findings import (
     warning,
 )
 from spec_export.layout.accounting import account
+from spec_export.layout.catalog import families, templates
 from spec_export.layout.config import build_config
 from spec_export.layout.expressions import evaluate, fields, names
 from spec_export.layout.fit import fit_target
@@ -30,7 +31,7 @@ from spec_export.layout.targets import (
     capture_ids,
     served_embedding,
 )
-from spec_export.layout.template import Template, families, templates
+from spec_export.layout.template import Template
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import dig, read_variables
 
@@ -109,7 +110,14 @@ def make_plan(
     second = attempt(plugged[0])
     if not second.ok:
         return plan
-    reasons = sorted(_reasons(plan))
+    # Of a release that is too old it is the feature that says something.
+    reasons = sorted(
+        {
+            f.subject if f.code == "release-too-old" else f.code
+            for f in plan.findings
+            if f.severity is Severity.ERROR
+        }
+    )
     second.findings.append(
         info(
             "plugin-needed",
@@ -364,7 +372,10 @@ def _flags(
 ) -> None:
     words = {**values, "draft": "{draft}", "target": "{target}"}
     plan.launch = [argument.format_map(words) for argument in template.serves.launch]
+    oldest = max(Version(since) for since, _ in demands)
     for flag in template.flags:
+        if flag.before is not None and oldest >= Version(flag.before):
+            continue  # no release that can serve this draft needs it
         if not _holds(flag.when, values, *flag.argv, flag.message, flag.note):
             continue
         if flag.before is not None and release >= Version(flag.before):

@@ -11,15 +11,11 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from spec_export.layout.data import data_path, read_yaml
 from spec_export.layout.expressions import evaluate
-from spec_export.layout.inherit import extend
 from spec_export.layout.plan_types import Counterpart, Kind
 
 Expr = str | int | bool
@@ -393,68 +389,3 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
         for i, part in enumerate(parts)
     ]
     return re.compile("".join(out))
-
-
-def load_template(path: Path) -> Template:
-    """Read one template file; to prove it is the caller's next step.
-
-    Raises:
-        TemplateError: when it does not parse.
-    """
-    try:
-        return Template.model_validate(_raw(path))
-    except (yaml.YAMLError, OSError, ValueError) as exc:
-        raise TemplateError(f"{path.name}: {exc}") from exc
-
-
-def _raw(path: Path) -> dict[str, Any]:
-    raw = read_yaml(path)
-    if not isinstance(raw, dict):
-        raise ValueError("is not a mapping")
-    if isinstance(raw.get("extends"), str):
-        return extend(_raw(path.with_name(f"{raw['extends']}.yaml")), raw)
-    return raw
-
-
-@lru_cache(maxsize=1)
-def _parsed() -> tuple[Template, ...]:
-    found = [
-        load_template(path)
-        for path in sorted(data_path("ckpt_templates").glob("*.yaml"))
-        if path.name not in ("targets.yaml", "sglang.yaml")
-    ]
-    return tuple(sorted(found, key=lambda t: (t.serves.plugin, t.template)))
-
-
-def template_of_class(architecture: str) -> Template | None:
-    """The proved template of this class in a draft's config.json, if there is one."""
-    for kind in families():
-        for template in templates(kind):
-            serves = template.serves
-            named = architecture in (serves.architecture, *serves.replaces)
-            if named and template.loader:
-                return template
-    return None
-
-
-def families() -> list[str]:
-    """The speculators draft types that some template takes."""
-    return sorted({t.speculators_type for t in _parsed()})
-
-
-@lru_cache(maxsize=16)
-def templates(speculators_type: str) -> tuple[Template, ...]:
-    """The templates of one draft type, stock classes before the plug-in's.
-
-    Their rules are proved here; ``proof.prove`` of every shipped one is a test's.
-
-    Raises:
-        TemplateError: when a shipped template contradicts itself.
-    """
-    # The proof is made of the grammar above.
-    from spec_export.layout.proof import prove_rules
-
-    found = tuple(t for t in _parsed() if t.speculators_type == speculators_type)
-    for template in found:
-        prove_rules(template)
-    return found

@@ -11,10 +11,10 @@ from spec_export.artifact.target import Target
 from spec_export.artifact.values import check_vocab_map
 from spec_export.artifact.weights import WeightFiles, read_json
 from spec_export.findings import Finding, error, warning
+from spec_export.layout.catalog import template_of_class
 from spec_export.layout.loader import check_folder, text_part
 from spec_export.layout.served_dtype import dtype_flag
 from spec_export.layout.targets import context_length, target_classes
-from spec_export.layout.template import template_of_class
 from spec_export.layout.variables import dig
 
 
@@ -61,6 +61,8 @@ def contents_findings(
         template, config, files.tensors, release, _default_ids(config, target)
     )
     findings += _token_map(config, files, target)
+    if template.speculators_type != "mtp":  # a whole target may be quantised
+        findings += _quantised(config, files)
     if target is not None:
         findings += _fit(text_part(config), target)
         findings += dtype_flag(config, target.config)[1]
@@ -76,6 +78,29 @@ def _default_ids(config: dict[str, Any], target: Target | None) -> bool:
     if depth is None or not all(isinstance(i, int) for i in ids):
         return False
     return sorted(ids) == [1, depth // 2 - 1, depth - 4]
+
+
+def _quantised(config: dict[str, Any], files: WeightFiles) -> list[Finding]:
+    """A draft that says it is quantised: SGLang honours that, whatever the weights."""
+    given = config.get("quantization_config")
+    if not given or not all(
+        tensor.is_float and name.endswith((".weight", ".bias"))
+        for name, tensor in files.tensors.items()
+        if name not in ("d2t", "t2d")
+    ):
+        return []
+    if isinstance(given, dict) and given.get("quant_algo", "") is None:
+        return []  # ModelOpt's way to say that it is not
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    return [
+        error(
+            "config-invalid",
+            "quantization_config",
+            f"says {method!r}, but every weight is a plain matrix: SGLang would read "
+            "it as a quantised one, or quantise it",
+            "remove the key",
+        )
+    ]
 
 
 def _token_map(

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from spec_export import cli
 from spec_export.artifact.weights import WeightFiles
 from spec_export.judge.reference import load_reference
+from spec_export.layout.catalog import template_of_class
 from spec_export.layout.landing import land
 from spec_export.layout.loader import check_folder
-from spec_export.layout.template import template_of_class
 from spec_export.layout.variables import read_variables
 from tests.contract.wheels import Loaded, Wheel
 from tests.helpers.field import draft_config, make_target, write_draft

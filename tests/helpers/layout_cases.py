@@ -12,10 +12,10 @@ from packaging.version import Version
 
 from spec_export.findings import Finding, Severity
 from spec_export.layout.accounting import expected_tensors
+from spec_export.layout.catalog import templates
 from spec_export.layout.plan import make_plan
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.targets import TargetFacts, target_facts
-from spec_export.layout.template import templates
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import read_variables
 

@@ -10,7 +10,7 @@ from speculators.train.config import TrainConfig
 from transformers import Gemma4TextConfig
 
 from spec_export.check import check_recipe
-from spec_export.layout.template import families
+from spec_export.layout.catalog import families
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ROOT / "tests" / "fixtures" / "targets"

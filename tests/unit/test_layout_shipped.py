@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from spec_export.layout.catalog import families, templates
 from spec_export.layout.data import data_path
 from spec_export.layout.proof import prove, prove_rules
-from spec_export.layout.template import Template, TemplateError, families, templates
+from spec_export.layout.template import Template, TemplateError
 
 SHIPPED = [template for kind in families() for template in templates(kind)]
 

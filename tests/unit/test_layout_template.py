@@ -19,6 +19,12 @@ from safetensors import safe_open
 
 from spec_export.findings import CODES
 from spec_export.layout.accounting import expected_tensors
+from spec_export.layout.catalog import (
+    families,
+    load_template,
+    template_of_class,
+    templates,
+)
 from spec_export.layout.data import data_path
 from spec_export.layout.inherit import extend
 from spec_export.layout.proof import patterns_overlap, prove
@@ -40,10 +46,6 @@ from spec_export.layout.template import (
     TemplateError,
     TensorRule,
     Variable,
-    families,
-    load_template,
-    template_of_class,
-    templates,
 )
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import read_variables
