@@ -29,11 +29,12 @@ WINDOW_FLAG = "--speculative-draft-window-size"
 STEPS = 3
 
 
-def require(*packages: str) -> None:
+def require(*packages: str, hint: str = "or --no-compare") -> None:
     """Say which packages a comparison needs and lacks.
 
     Args:
         packages: Those needed besides torch.
+        hint: What to do instead of installing them.
 
     Raises:
         SpecExportError: exit 2, ``dependency-missing``.
@@ -46,7 +47,7 @@ def require(*packages: str) -> None:
             "dependency-missing",
             "--compare",
             f"the forward comparison needs {', '.join(missing)}, not installed here",
-            'pip install "spec-export[train]", or --no-compare',
+            f'pip install "spec-export[train]", {hint}',
         )
 
 
@@ -99,6 +100,7 @@ def judge_of_checkpoint(
         from spec_export.judge import training_module
         from spec_export.judge.engine.side import of_module
         from spec_export.judge.inputs import Inputs
+        from spec_export.judge.parts import round_as_saved
         from spec_export.judge.run import layout_leg
 
         lent = borrowed(source, target)
@@ -129,6 +131,8 @@ def judge_of_checkpoint(
         )
         engine = not_run("engine", "the leg layout has not passed")
         if layout.passed:
+            about = target.config if target is not None else None
+            round_as_saved(module, about, saved_name_of(folder))
             engine = _engine(folder, lambda: of_module(module), target, place)
         return {
             "cast": not_run("cast", "a checkpoint has no live module any more"),
@@ -196,20 +200,23 @@ def _engine(
 
     try:
         sglang = host.examine(python)
+        found = side()
+        if isinstance(found, Leg):
+            return found
+        return engine_leg(
+            folder,
+            found,
+            sglang,
+            target=target.path,
+            serving=serving_of(folder),
+            device=device,
+            vocab_size=target.vocab_size,
+        )
     except host.EngineFailed as problem:
-        return failed_to_run(f"no SGLang can be run with {python.name}: {problem}")
-    found = side()
-    if isinstance(found, Leg):
-        return found
-    return engine_leg(
-        folder,
-        found,
-        sglang,
-        target=target.path,
-        serving=serving_of(folder),
-        device=device,
-        vocab_size=target.vocab_size,
-    )
+        why = f"SGLang cannot be asked: {problem}; {host.PYTHON_VARIABLE} names it"
+        return failed_to_run(why)
+    except OSError as problem:
+        return failed_to_run(f"a temporary file of it: {problem.strerror}")
 
 
 def layout_of_merged(
@@ -284,11 +291,15 @@ def window_of(folder: Path) -> int | None:
 
 
 def saved_dtype_of(folder: Path) -> Any:
-    """The float dtype of an export, as torch names it."""
+    """The float dtype of an export."""
     import torch
 
-    name = json.loads((folder / "config.json").read_text())["dtype"]
-    return getattr(torch, name)
+    return getattr(torch, saved_name_of(folder))
+
+
+def saved_name_of(folder: Path) -> str:
+    """The float dtype of an export by name, for example ``bfloat16``."""
+    return str(json.loads((folder / "config.json").read_text())["dtype"])
 
 
 def _readable(target: Target | None) -> bool:

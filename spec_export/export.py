@@ -41,6 +41,7 @@ from spec_export.findings import (
     apply_allow,
     check_allow,
     error,
+    explains_difference,
     has_errors,
     usage_error,
     warning,
@@ -284,11 +285,10 @@ def _verdict(
     legs: Mapping[str, Leg], plan: Plan, options: ExportOptions
 ) -> list[Finding]:
     """What the legs found; a failure that an allowed deviation explains is no error."""
-    # What rounding does to scaled weights is done to the training side too.
     accepted = {f.code for f in deviations(plan.findings, options.allow)}
-    explained = bool(accepted - {"embedding-scale-rounded"})
     findings: list[Finding] = []
     for leg in legs.values():
+        explained = explains_difference(leg.leg, accepted)
         for found in leg.findings:
             if explained and found.severity is Severity.ERROR:
                 found = warning(found.code, found.subject, found.message, found.hint)

@@ -157,6 +157,7 @@ _codes(
     # Recipe and usage
     recipe_invalid="the recipe does not parse",
     callbacks_misplaced="the callbacks block is not beside train",
+    callbacks_missing="the recipe has no callbacks block, so it exports nothing",
     callback_unknown="a class path that is not ours",
     callback_argument="an argument of the callback is wrong",
     output_inside_save_path="save_best deletes strangers inside save_path",
@@ -194,6 +195,27 @@ def warning(code: str, subject: str, message: str, hint: str | None = None) -> F
 def info(code: str, subject: str, message: str, hint: str | None = None) -> Finding:
     """An info finding."""
     return finding(Severity.INFO, code, subject, message, hint)
+
+
+# Deviations that no leg of the comparison sees: both sides get the same there.
+_UNSEEN = frozenset(
+    {
+        "embedding-scale-rounded",
+        "mask-token-is-special",
+        "mtp-first-step",
+        "target-unknown-family",
+    }
+)
+
+
+def explains_difference(leg: str, accepted: Iterable[str]) -> bool:
+    """Whether accepted deviations are a reason for a leg of the comparison to fail.
+
+    Args:
+        leg: Its name; *cast* compares training with itself, so nothing explains it.
+        accepted: Codes of the deviations.
+    """
+    return leg != "cast" and bool(set(accepted) - _UNSEEN)
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:

@@ -17,8 +17,9 @@ from spec_export.judge.inputs import Inputs, document_spans
 from spec_export.judge.target import TargetUnreadable, target_norm, target_tensors
 from spec_export.judge.verdict import ACCEPTANCE
 
-# Targets whose norms multiply by one plus the weight.
+# Targets whose norms multiply by one plus the weight: Gemma's do up to the third.
 _ONE_PLUS = ("gemma", "qwen3_next", "qwen3_5")
+_PLAIN = ("gemma3n", "gemma4")
 _HEAD_ROWS = 8192  # of the target's head at a time
 
 
@@ -108,7 +109,8 @@ def target_choice(
     if norm is None or eps is None or (len(norm), head.shape[1]) != (width, width):
         return None
     weight = norm.to(device).float()
-    if str(text.get("model_type", "")).startswith(_ONE_PLUS):
+    kind = str(text.get("model_type", ""))
+    if kind.startswith(_ONE_PLUS) and not kind.startswith(_PLAIN):
         weight = 1 + weight
     x = inputs.last[: inputs.recorded].to(device).float()
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight

@@ -103,18 +103,36 @@ def _head(
     return 0.0
 
 
+def reranked(draft: Any) -> int:
+    """Candidates that the selector of a draft chooses from; 0 without one."""
+    selector = getattr(draft, "candidate_selector", None)
+    return int(selector.top_k) if selector is not None else 0
+
+
+def size_problems(reference: Any, wanted: int, top_k: int | None) -> list[str]:
+    """Whether SGLang proposes and reranks as many tokens as training.
+
+    Args:
+        reference: The serving side of a block draft.
+        wanted: Tokens that a block proposes in training.
+        top_k: Candidates of training's selector, 0 without one; None: not known.
+    """
+    found, problems = reference.config, []
+    if found.proposals != wanted:
+        problems.append(
+            f"SGLang proposes {found.proposals} tokens per block, training {wanted}"
+        )
+    if top_k is not None and found.top_k != top_k:
+        problems.append(
+            f"the selector reranks {found.top_k} candidates in SGLang, "
+            f"{top_k} in training"
+        )
+    return problems
+
+
 def block_differences(reference: Any, draft: Any) -> list[str]:
     """What a comparison of logits would not show: how many tokens, and of which."""
-    found, wanted = reference.config.proposals, proposals(draft)
-    problems = []
-    if found != wanted:
-        problems.append(f"SGLang proposes {found} tokens per block, training {wanted}")
-    selector = getattr(draft, "candidate_selector", None)
-    if selector is not None and selector.top_k != reference.config.top_k:
-        problems.append(
-            f"the selector reranks {reference.config.top_k} candidates in SGLang, "
-            f"{selector.top_k} in training"
-        )
+    problems = size_problems(reference, proposals(draft), reranked(draft))
     problems += _table_problems(reference, draft)
     return problems + _confidence(reference, draft)
 

@@ -9,6 +9,7 @@ must not end in a pass.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from spec_export.judge.inputs import Inputs
+from spec_export.judge.reference.block import BlockReference
 from spec_export.judge.reference.block_config import FAMILIES, made_up_layers
 from spec_export.judge.reference.eagle3 import Eagle3Reference
 from spec_export.judge.reference.loading import weight_files
@@ -182,6 +184,31 @@ def _launch_of(folder: Path) -> list[str] | None:
     except (ValueError, KeyError, TypeError):
         return None  # a broken manifest has its own findings
     return found if isinstance(found, list) else None
+
+
+def window_problems(reference: Any, config: Any) -> list[str]:
+    """Windows of attention, which the documents of a comparison may not reach.
+
+    Args:
+        reference: The serving side, with the window of the launch line.
+        config: Of the draft in training.
+    """
+    layer = config.transformer_layer_config
+    kinds = getattr(layer, "layer_types", None) or []
+    size = getattr(layer, "sliding_window", None) or math.inf
+    context = layer.max_position_embeddings - 1  # what reaches further is no window
+    for i in range(reference.config.num_layers):
+        slides = i < len(kinds) and kinds[i] == "sliding_attention"
+        trained = size - 1 if slides else math.inf  # it counts the query itself
+        if isinstance(reference, BlockReference):
+            found = reference.config.windows[i]
+        else:
+            found = reference.window_of(i)
+        served = math.inf if found is None else found
+        if min(served, context) != min(trained, context):
+            said = f"layer {i} sees {served} positions back in SGLang, {trained} in"
+            return [f"{said} training (launch line, config.json)"]
+    return []
 
 
 def dtype_problems(folder: Path, dtype: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from spec_export.findings import Finding, error, warning
+from spec_export.judge.block_probe import is_block
 from spec_export.judge.compare import (
     NARROW_FACTOR,
     REORDERED_FACTOR,
@@ -104,7 +105,28 @@ def scaled_weights(draft: Any, reference: Reference) -> dict[int, Change]:
         ``id`` of the parameter to its change; empty where nothing is rounded twice.
     """
     scale = reference.embed_scale if isinstance(reference, BlockReference) else 1.0
-    saved = reference.config.dtype
+    return _rounded_twice(draft, scale, reference.config.dtype)
+
+
+def round_as_saved(
+    module: nn.Module, target: Mapping[str, Any] | None, saved: str
+) -> None:
+    """Give a module of ours what its export holds of ``scaled_weights``, in place.
+
+    Args:
+        module: The training side, rounded to the saved dtype.
+        target: The target's ``config.json``.
+        saved: Dtype of the export.
+    """
+    draft = drafting_module(module)
+    scale = served_scale(target) if is_block(draft) else 1.0
+    changes = _rounded_twice(draft, scale, saved)
+    for parameter in draft.parameters():
+        if (change := changes.get(id(parameter))) is not None:
+            parameter.data = change(parameter.data)
+
+
+def _rounded_twice(draft: Any, scale: float, saved: str) -> dict[int, Change]:
     if saved == "float32" or math.frexp(scale)[0] == 0.5:
         return {}
     change = rounded_scaled(getattr(torch, saved), scale)

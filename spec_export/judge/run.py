@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from spec_export.judge.block_probe import (
     diagnose_block,
     is_block,
     proposals,
+    reranked,
+    size_problems,
 )
 from spec_export.judge.budget import fitting
 from spec_export.judge.checks import (
@@ -30,6 +33,7 @@ from spec_export.judge.checks import (
     launch_problems,
     relabel,
     trained_layers,
+    window_problems,
 )
 from spec_export.judge.compare import (
     NARROW_FACTOR,
@@ -171,6 +175,7 @@ def layout_leg(
     asked = len(inputs)
     if twice:
         trained = None  # the export holds other weights than were run
+    reused = trained is not None
     if max_seconds is not None and trained is None:
         # Training, serving and reordered sums; then a chain of few rows.
         inputs = fitting(inputs, max_seconds, training, reference.device, full=3, few=3)
@@ -189,12 +194,17 @@ def layout_leg(
         return failed_leg("layout", str(problem), ())
     if is_small(draft.hidden_size, dtype, reference.device):
         tolerance = fixed()
+    elif reused:
+        # Had another module given these logits, its mistake would pass for noise.
+        again = partial(serve, reference, steps=steps)
+        tolerance = layout_tolerance(again, inputs, served, dtype)
     else:
         tolerance = layout_tolerance(training, inputs, trained, dtype)
     problems = problems_of(reference, metrics, tolerance)
     trained_on = trained_layers(draft.config)
     problems += capture_problems(folder, about, trained_on, release)
     problems += launch_problems(folder, about, release)
+    problems += window_problems(reference, draft.config)
     if not isinstance(reference, MtpReference):  # a copy of its target holds several
         problems += dtype_problems(folder, reference.config.dtype)
     problems += token_map_differences(reference, target_ids(module))
@@ -219,6 +229,7 @@ def layout_leg(
             hot_ids=target_ids(module),
             tolerance=tolerance,
             layers=trained_on,
+            top_k=reranked(draft),
             metadata=probe_metadata,
         )
     acceptance: dict[str, float] | None = None
@@ -312,6 +323,8 @@ def probe_leg(
         tolerance = max(probe.believed(), here, key=lambda t: t.max_rel)
     problems = problems_of(reference, metrics, tolerance)
     problems += capture_problems(folder, about, probe.layers, release)
+    if isinstance(reference, BlockReference):
+        problems += size_problems(reference, probe.steps, probe.top_k)
     if digest(reference.to_target(ids).cpu().long()) != probe.hot_ids_digest:
         problems.append("the token map is not the one of training")
     return Leg(

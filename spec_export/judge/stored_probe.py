@@ -51,6 +51,7 @@ class Probe:
         metadata: What else the writer recorded.
         dtype: Of the computation that gave the logits.
         layers: After which layers of the target training took its features.
+        top_k: Candidates of a block draft's selector, 0 without one; None: not known.
     """
 
     inputs: Inputs
@@ -65,6 +66,7 @@ class Probe:
     metadata: Mapping[str, Any]
     dtype: str = "float32"
     layers: list[int] | None = None
+    top_k: int | None = None
 
     def believed(self) -> Tolerance:
         """The recorded tolerance, cut where it allows more than an honest one."""
@@ -151,6 +153,7 @@ def save_probe(
     hot_ids: torch.Tensor,
     tolerance: Tolerance,
     layers: Sequence[int] | None = None,
+    top_k: int = 0,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write ``folder/probe/``, which whoever gets the export can read.
@@ -167,6 +170,7 @@ def save_probe(
         hot_ids: Target id of each draft id, int64 (``probe.target_ids``).
         tolerance: What the layout leg allowed.
         layers: After which layers of the target training took its features.
+        top_k: Candidates of a block draft's selector; 0 without one.
         metadata: JSON values to keep beside, for example versions.
 
     Returns:
@@ -209,6 +213,7 @@ def save_probe(
         "tolerance": asdict(tolerance),
         "dtype": str(logits[0].dtype).removeprefix("torch."),
         "layers": None if layers is None else list(layers),
+        "top_k": top_k,
         "metadata": dict(metadata or {}),
     }
     place = folder / FOLDER
@@ -261,6 +266,7 @@ def load_probe(folder: Path) -> Probe:
             metadata=record["metadata"],
             dtype=record.get("dtype", "float32"),
             layers=record.get("layers"),
+            top_k=record.get("top_k"),
         )
     except (KeyError, TypeError, ValueError, SafetensorError) as problem:
         broken = error("file-corrupt", f"{FOLDER}/", f"the probe is broken: {problem}")

@@ -29,9 +29,10 @@ from mutants import Case
 from rule_mutants import restored, rule_mutants
 
 from spec_export.judge import parts, run
+from spec_export.layout.catalog import read_template
 from spec_export.layout.data import data_path, read_yaml
 from spec_export.layout.proof import prove, prove_rules
-from spec_export.layout.template import Template, TemplateError, _raw
+from spec_export.layout.template import Template, TemplateError
 
 FAMILIES: dict[str, ModuleType] = {
     "eagle3": mutant_cases_eagle3,
@@ -149,7 +150,7 @@ def path_of(template: str) -> Path:
 
 
 def raw_of(template: str) -> dict[str, Any]:
-    return _raw(path_of(template))
+    return read_template(path_of(template))
 
 
 def cases_of(held: dict[str, list[Case]], family: str) -> list[Case]:

@@ -131,7 +131,7 @@ def ask(
         try:
             process = subprocess.Popen(
                 [str(python), str(script), str(job_file), str(answer)],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # never written to: it ends when we do
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # A script's folder is not searched for modules: ours have common names.
@@ -148,7 +148,7 @@ def ask(
         finally:
             with suppress(ProcessLookupError):  # all of it has ended
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()
     try:
         said: dict[str, Any] = json.loads(answer.read_bytes())
     except (OSError, ValueError) as problem:

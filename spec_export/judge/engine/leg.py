@@ -88,6 +88,8 @@ DEVICE_ARGS: Mapping[str, tuple[str, ...]] = {
         *("--attention-backend", "torch_native"),
         *("--prefill-attention-backend", "intel_amx"),
         *("--decode-attention-backend", "intel_amx"),
+        # The pool for layers with a window fails over a Gemma-4 that is text only.
+        "--disable-hybrid-swa-memory",
     ),
 }
 # Of algorithms whose draft has an attention backend of its own.
@@ -102,6 +104,7 @@ DEVICE_ENVIRONMENT: Mapping[str, dict[str, str]] = {
 # Of the target in transformers; ``auto`` is the dtype that it is saved in.
 TARGET_DTYPE = {"cuda": "auto", "cpu": "float32"}
 ALGORITHM_FLAG, STEPS_FLAG = "--speculative-algorithm", "--speculative-num-steps"
+DTYPE_FLAG = "--dtype"
 
 # The command line behind ``launch_server`` and prompts -> what SGLang says of each.
 Serve = Callable[[list[str], list[list[int]]], list[Mapping[str, Any]]]
@@ -152,8 +155,13 @@ def engine_leg(
             doing = "the target in transformers"
             texts, dtype = look_at_target(
                 *(target, prompts, served, side, steps),
-                *(device, TARGET_DTYPE[device], Path(work), seconds),
+                *(device, _target_dtype(launch, device), Path(work), seconds),
             )
+            if device == "cuda" and dtype == "float32":
+                raise EngineFailed(
+                    "it is float32, which SGLang loads in another dtype: no two that "
+                    "could be compared"
+                )
             doing = "the training side"
             tolerance = _tolerance(side, texts, steps)
             results = [
@@ -210,8 +218,13 @@ def cannot(
     if side.layers is None:
         return "it is not known which layers' features the draft takes"
     if device not in sglang.devices:
-        able = " or ".join(sglang.devices) or "neither CUDA nor a CPU"
-        return f"{known} can use {able} in its environment, not {device}"
+        able = " or ".join(sglang.devices)
+        if able:
+            return f"{known} can use {able} in its environment, not {device}"
+        return (
+            f"{known} can use neither CUDA nor a CPU in its environment: "
+            "spec-export doctor says what is missing"
+        )
     if sglang.release < release_numbers(serving["min_version"]):
         return f"{known} is installed, the export needs {serving['min_version']}"
     if sglang.release < release_numbers(COUNTED_SINCE):
@@ -258,6 +271,13 @@ def command(
     more = ALGORITHM_ARGS.get((device, algorithm), ())
     own = ("--model-path", str(target), *line)
     return [*own, *COMMON_ARGS, *DEVICE_ARGS[device], *more]
+
+
+def _target_dtype(launch: Sequence[str], device: str) -> str:
+    """The dtype of the target in transformers: that of SGLang's, where it is told."""
+    if device == "cuda" and DTYPE_FLAG in launch:
+        return launch[launch.index(DTYPE_FLAG) + 1]
+    return TARGET_DTYPE[device]
 
 
 def _starting(sglang: Sglang, device: str, work: Path, seconds: float) -> Serve:

@@ -13,7 +13,10 @@ Jobs:
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
@@ -22,6 +25,20 @@ from typing import Any
 # meta_info of a request: rounds, and those in which 0, 1, ... drafts were accepted.
 ROUNDS, HISTOGRAM = "spec_verify_ct", "spec_correct_drafts_histogram"
 PLUGINS = "sglang.srt.plugins"
+
+
+def end_with_asker() -> None:
+    """End, with all that was started here, once nobody waits for an answer.
+
+    Who asked holds the other end of stdin; if it is killed, that end is closed.
+    """
+
+    def wait() -> None:
+        while os.read(0, 1):
+            pass
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def examine(job: dict[str, Any]) -> dict[str, Any]:
@@ -69,6 +86,7 @@ def _counted(output: dict[str, Any]) -> dict[str, Any]:
 JOBS = {"examine": examine, "serve": serve}
 
 if __name__ == "__main__":
+    end_with_asker()
     # As PYTHONSAFEPATH, which Python 3.10 does not know.
     sys.path[:] = [p for p in sys.path if Path(p) != Path(__file__).parent]
     asked = json.loads(Path(sys.argv[1]).read_text())

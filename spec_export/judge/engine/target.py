@@ -19,6 +19,7 @@ Answer: {"dtype": name}, and tensors in ``output``, of each text i:
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -79,5 +80,6 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).with_name("process.py")))["end_with_asker"]()
     answer = json.dumps(main(json.loads(Path(sys.argv[1]).read_text())))
     Path(sys.argv[2]).write_text(answer)

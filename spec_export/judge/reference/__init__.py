@@ -85,6 +85,10 @@ def load_reference(
             f"for {', '.join(REFERENCES)}"
         )
     module, name = REFERENCES[architectures[0]]
+    if raw.get("quantization_config") and module != "mtp":  # a whole target may be
+        raise ReferenceUnsupported(
+            "config.json has a quantization_config, by which SGLang reads the weights"
+        )
     cls = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     reference: Reference = cls(
         folder,

@@ -215,6 +215,8 @@ def load_mtp_weights(
             if tuple(piece.shape) != wanted:
                 found = list(piece.shape)
                 raise ServingError(f"{source} is {found}, {name} is {list(wanted)}")
+            if name in values:
+                report.doubled.append(name)
             values[name], report.filled[name] = piece.to(dtype), source
     for seed, (name, parameter) in enumerate(parameters.items()):
         if name not in values:
