@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from spec_export.artifact import manifest as m
-from spec_export.artifact.disk import disk_errors, replace_file, write_file
+from spec_export.artifact.disk import (
+    disk_errors,
+    read_regular,
+    replace_file,
+    write_file,
+)
 from spec_export.artifact.dtypes import choose_dtype
 from spec_export.artifact.hidden import sweep
 from spec_export.artifact.publish import Staging, publish_new, replace_existing
@@ -45,7 +53,7 @@ from spec_export.layout.plan import deviations
 from spec_export.layout.releases import parse_release
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import dig
-from spec_export.report.card import CARD_NAME, model_card
+from spec_export.report.card import CARD_NAME, is_ours, model_card
 from spec_export.serving.verify import (
     path_findings,
     release_findings,
@@ -220,6 +228,8 @@ def _finish(resolved: ResolvedSource, options: FinalizeOptions) -> FinalizeResul
     """Finish an export in place, or a copy of it; weights are not rewritten."""
     folder = resolved.folder
     manifest = m.Manifest.read(folder)
+    if _elsewhere(folder, options) is None:
+        _keep_card(folder, manifest)
     release, findings = parse_release(options.export.sglang)
     _check_fixed(manifest, options.export)
     findings += [*resolved.findings, *verify_files(folder, manifest)]
@@ -311,12 +321,41 @@ def _check_fixed(manifest: m.Manifest, options: ExportOptions) -> None:
         )
 
 
+def _elsewhere(folder: Path, options: FinalizeOptions) -> Path | None:
+    """Where a copy is finished; None: the export itself is."""
+    output = options.output
+    return None if output is None or output.resolve() == folder else output
+
+
+def _keep_card(folder: Path, manifest: m.Manifest) -> None:
+    """A card that somebody wrote by hand is not replaced by ours.
+
+    Raises:
+        SpecExportError: exit 2, ``output-exists``.
+    """
+    card = folder / CARD_NAME
+    if CARD_NAME in manifest.files or not os.path.lexists(card):
+        return
+    try:
+        if is_ours(read_regular(card)):  # of a finalize that was killed
+            return
+    except OSError:
+        pass
+    raise usage_error(
+        "output-exists",
+        CARD_NAME,
+        f"{card} is not ours, and finishing the export in place would replace it",
+        "move it away, or take an --output",
+    )
+
+
 def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -> Path:
     card = model_card(manifest).encode()
-    if options.output is None or options.output.resolve() == folder:
+    output = _elsewhere(folder, options)
+    if output is None:
         _write_in_place(folder, manifest, card)
         return folder
-    with Staging(options.output.parent, options.output.name) as staging:
+    with Staging(output.parent, output.name) as staging:
         for name in manifest.files:
             place = staging.path / name
             with disk_errors(place):
@@ -326,7 +365,7 @@ def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -
         manifest.files = file_entries(staging.path)
         manifest.write(staging.path)
         publish = replace_existing if options.force else publish_new
-        return publish(staging.path, options.output)
+        return publish(staging.path, output)
 
 
 def _write_in_place(folder: Path, manifest: m.Manifest, card: bytes) -> None:
@@ -335,13 +374,30 @@ def _write_in_place(folder: Path, manifest: m.Manifest, card: bytes) -> None:
     Whoever reads meanwhile, or after a crash, finds an export that verifies: while the
     card is replaced, no manifest vouches for it.
     """
-    sweep(folder)
-    before = m.Manifest.read(folder)
-    if before.files.pop(CARD_NAME, None) is not None:
-        replace_file(folder / m.MANIFEST_NAME, before.to_bytes())
-    fact = replace_file(folder / CARD_NAME, card)
-    manifest.files[CARD_NAME] = m.FileEntry(sha256=fact.sha256, size=fact.size)
-    replace_file(folder / m.MANIFEST_NAME, manifest.to_bytes())
+    with _alone(folder):
+        sweep(folder)
+        before = m.Manifest.read(folder)
+        if before.files.pop(CARD_NAME, None) is not None:
+            replace_file(folder / m.MANIFEST_NAME, before.to_bytes())
+        fact = replace_file(folder / CARD_NAME, card)
+        manifest.files[CARD_NAME] = m.FileEntry(sha256=fact.sha256, size=fact.size)
+        replace_file(folder / m.MANIFEST_NAME, manifest.to_bytes())
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process finishes this export: card and manifest are a pair.
+
+    Where the file system has no locks, nobody is waited for.
+    """
+    with disk_errors(folder):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _target_of_export(

@@ -34,22 +34,25 @@ class Batch:
 
 
 class WatchedLoader:
-    """A loader that shows its first batches on the way.
+    """A loader that shows its batches on the way, and is itself in all else.
+
+    What is read, set, copied, pickled or asked for its class is the trainer's own
+    loader: somebody else's code may do any of it.
 
     Args:
-        loader: The trainer's; everything but the iteration is its own.
-        see: Gets each batch until it returns True.
+        loader: The trainer's.
+        see: Gets each batch before the trainer does.
     """
 
-    def __init__(self, loader: Any, see: Callable[[Any], bool]) -> None:
-        self._loader = loader
-        self._see = see
-        self._done = False
+    _loader: Any
+    _see: Callable[[Any], None]
+
+    def __init__(self, loader: Any, see: Callable[[Any], None]) -> None:
+        vars(self).update(_loader=loader, _see=see)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._loader:
-            if not self._done:
-                self._done = self._see(batch)
+            self._see(batch)
             yield batch
 
     def __len__(self) -> int:
@@ -57,6 +60,16 @@ class WatchedLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loader, name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._loader.__reduce_ex__(protocol)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return self._loader.__class__
 
 
 class KeptBatch:
@@ -71,16 +84,20 @@ class KeptBatch:
 
     def watched(self, kind: BatchKind, loader: Any) -> WatchedLoader:
         """The loader to put in the place of a trainer's."""
+        seen = False
 
-        def see(batch: Any) -> bool:
+        def see(batch: Any) -> None:
+            nonlocal seen
+            if seen:
+                return
             try:
                 kept = Batch(kind, stretch(batch, KEPT_ROWS))
             except TrainingInterruptedError:
                 raise
             except Exception:  # whatever this is, the training may need it; we do not
-                return False
+                return
+            seen = True
             if kind == "validation" or self.batch is None:
                 self.batch = kept
-            return True
 
         return WatchedLoader(loader, see)

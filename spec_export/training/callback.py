@@ -70,7 +70,8 @@ class _Run:
     first_step: int
     state_file: Path
     skeleton: nn.Module | None = None
-    exported_step: int | None = None
+    exported_step: int | None = None  # or tried to
+    handed_over: int | None = None  # the last step that the worker was given
     cast_seconds: float | None = None
     best_step: int = -1  # NaN is never the best
     folders: dict[int, Path] = field(default_factory=dict)
@@ -129,7 +130,11 @@ class SGLangExport:
             run.best_step = event.global_step
         if event.reason == "interrupted":
             run.deadline = time.monotonic() + INTERRUPTED_SECONDS
-        if self._is_due(event):
+        due = self._is_due(event)
+        if event.reason == "interrupted":
+            # A signal finds each rank at another place; rank 0 knows what it has done.
+            due = shared(due)
+        if due:
             self._export(event)
         if event.reason == "best" and run.memory is not None:
             self._worker.submit(lambda: self._guarded(event, self._link_best))
@@ -144,6 +149,8 @@ class SGLangExport:
             logger.error("[spec-export] an export was not finished in time")
 
     def _start(self, event: TrainingEvent) -> None:
+        # One recipe on all ranks: with two, one would wait for the other for ever.
+        self.config = shared(self.config)
         checkpoints = Path(event.trainer.checkpointer.path)
         check_output_dir(self.config.output_dir, checkpoints)
         values = saved_values(event.trainer.model)
@@ -196,7 +203,7 @@ class SGLangExport:
         try:
             self._attempt(event, lambda: self._begin(event))
         except INTERRUPTIONS:
-            if not self._worker.busy:
+            if run.handed_over != event.global_step:
                 run.exported_step = None  # the interrupted save exports it
             raise
 
@@ -289,6 +296,7 @@ class SGLangExport:
             self._guarded(event, lambda: self._write(event, snapshot, judge, news))
 
         self._worker.submit(write)
+        run.handed_over = event.global_step
         if not self.config.background and event.reason != "interrupted":
             self._worker.wait()
             self._raise_earlier()
@@ -385,7 +393,11 @@ class SGLangExport:
         )
         self._problems.made_good(told, step)
         self._remember(run, run.memory)
-        logger.info("[spec-export] exported step %d", step)
+        leg = result.manifest.comparison.get("layout")
+        verdict = "not run" if leg is None else leg.verdict
+        logger.info(
+            "[spec-export] exported %s, comparison: %s", result.folder.name, verdict
+        )
 
     def _link_best(self) -> None:
         """Let ``best`` name the export of the best weights, once there is one."""

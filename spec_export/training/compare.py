@@ -27,6 +27,9 @@ from spec_export.training.recipe import CallbackConfig
 from spec_export.training.snapshot import DTYPES, Snapshot, raw_module
 
 _NO_MEMORY = "no memory is left on the device"
+# Both sides hold the draft in float32, and logits take some; the rest is for a training
+# that grows meanwhile: it is the one that would end if its own allocation failed.
+_FREE_BYTES = 16  # for each weight of the draft
 
 
 def empty_draft(config: Mapping[str, Any]) -> nn.Module | None:
@@ -167,6 +170,9 @@ def live_judge(
             layout = not_run("layout", cast.leg.reason)
         elif in_haste():
             layout = not_run("layout", "the training was interrupted")
+        elif _is_crowded(cast.device, skeleton):
+            why = "the training leaves too little memory on the device"
+            layout = not_run("layout", why)
         else:
             try:
                 with _own_stream(cast.device):
@@ -214,6 +220,14 @@ def _layout(
         trained=cast.logits,
         write_probe=True,
     )
+
+
+def _is_crowded(device: torch.device, draft: nn.Module) -> bool:
+    """Whether a comparison beside the training could take what that needs."""
+    if device.type != "cuda":
+        return False
+    free, _ = torch.cuda.mem_get_info(device)
+    return free < _FREE_BYTES * sum(p.numel() for p in draft.parameters())
 
 
 @contextlib.contextmanager

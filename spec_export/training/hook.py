@@ -226,7 +226,9 @@ class _Hook:
             handle.wrap(trainer, "_schedulers_step", self._around_schedulers)
         for name in LOADERS:
             if (loader := getattr(trainer, name, None)) is not None:
-                handle.put(trainer, name, self.kept.watched(LOADERS[name], loader))
+                watched = self.kept.watched(LOADERS[name], loader)
+                with contextlib.suppress(AttributeError):  # a property of a subclass
+                    handle.put(trainer, name, watched)
         return handle
 
     def _start(self) -> None:

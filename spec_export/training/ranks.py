@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -11,6 +15,9 @@ from spec_export.findings import Finding, SpecExportError
 from spec_export.training.hook import INTERRUPTIONS
 
 T = TypeVar("T")
+_INTERRUPTED = "interrupted"
+# A launcher signals one rank after the other.
+SIGNAL_SECONDS = 1.0
 
 
 def on_rank0(act: Callable[[], T]) -> T | None:
@@ -45,7 +52,8 @@ def shared(value: T) -> T:
     ):
         return value
     held = [value]
-    dist.broadcast_object_list(held, src=0)
+    with _undisturbed():
+        dist.broadcast_object_list(held, src=0)
     return held[0]
 
 
@@ -81,18 +89,45 @@ def _told(act: Callable[[], T], of: Callable[[T], Any]) -> tuple[T | None, Any]:
         try:
             result = act()
             told[1] = of(result)
-        except INTERRUPTIONS:
-            raise
         except Exception as caught:
             problem = caught
-        told[0] = _portable(problem)
-    dist.broadcast_object_list(told, src=0)
+        # Also of a signal: the others wait here, and hear of theirs only afterwards.
+        interrupted = isinstance(problem, INTERRUPTIONS)
+        told[0] = _INTERRUPTED if interrupted else _portable(problem)
+    with _undisturbed():
+        dist.broadcast_object_list(told, src=0)
     if problem is not None:
         raise problem
+    if told[0] == _INTERRUPTED:
+        time.sleep(SIGNAL_SECONDS)  # its own signal, if there is one, raises here
+        raise INTERRUPTIONS[0]("rank 0 was interrupted")
     if told[0] is not None:
         findings, exit_code, text = told[0]
         raise (SpecExportError(findings, exit_code) if findings else RuntimeError(text))
     return result, told[1]
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals wait: a broadcast is several collectives, and all take part or none.
+
+    Only those that raise in Python, which a collective holds up anyway; what ends the
+    process at once still does.
+    """
+    came: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    handlers[number] = handler
+                    signal.signal(number, lambda *it: came.append(it))
+        yield
+    finally:
+        for which, handler in handlers.items():
+            signal.signal(which, handler)
+    for which, frame in came:
+        handlers[which](which, frame)
 
 
 def _portable(problem: Exception | None) -> tuple[list[Finding], int, str] | None:

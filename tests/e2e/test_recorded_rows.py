@@ -55,10 +55,10 @@ def test_acceptance_is_in_the_manifest_on_the_screen_and_on_the_card(
     assert json.dumps(again["acceptance"]) == kept  # of text that did not travel
     assert [n for n in again["notes"] if n.startswith("acceptance: ")] == counted
     words = f"{trained:.2f} tokens per round as trained, {served:.2f} as served"
-    assert f"| accepted | {words}" in (folder / "README.md").read_text()
+    assert f"| acceptance length | {words}" in (folder / "README.md").read_text()
     capsys.readouterr()
     assert cli.run(["show", str(folder)]) == 0
-    assert f"accepted: {words}" in capsys.readouterr().out
+    assert f"acceptance: {words}" in capsys.readouterr().out
 
 
 def test_what_travels_holds_no_text_of_the_training(tiny: Tiny, tmp_path: Path) -> None:

@@ -135,13 +135,16 @@ def test_accelerate_on_cpus_starts_one_process_or_mpi(tmp_path: Path) -> None:
     assert "asked for several processes and has started one" in one.stderr
 
 
+PLACE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize(
     ("environ", "joins"),
     [
         ({}, False),
         ({"ACCELERATE_USE_CPU": "True"}, False),
         ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}, False),
-        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, True),
+        ({"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", **PLACE}, True),
         ({"PMI_RANK": "3", "PMI_SIZE": "4"}, False),  # srun does not say which here
         ({"PMI_RANK": "3", "PMI_SIZE": "4", "LOCAL_RANK": "0"}, False),
     ],

@@ -37,7 +37,7 @@ from spec_export.serving.verify import verify
 from tests.faults.shim import Shim
 
 REFUSED, CRASHED = 3, 4
-OLD_CARD = b"What was said of it before.\n"
+OLD_CARD = b"What was said of it before: exported for\nSGLang by spec-export.\n"
 
 
 def export_once(source: Path, target: Path, output_dir: Path, step: int) -> None:
