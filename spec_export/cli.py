@@ -20,6 +20,7 @@ import typer
 
 from spec_export.findings import (
     Finding,
+    Severity,
     SpecExportError,
     error,
     has_errors,
@@ -29,7 +30,7 @@ from spec_export.findings import (
 app = typer.Typer(
     name="spec-export",
     help="Save speculators drafts in the layout that SGLang loads, and prove it.",
-    no_args_is_help=True,
+    no_args_is_help=False,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -47,7 +48,8 @@ Sglang = Annotated[
     typer.Option("--sglang", help="Oldest SGLang release that will serve it."),
 ]
 TargetDir = Annotated[
-    Path | None, typer.Option("--target", help="Folder of the target model.")
+    Path | None,
+    typer.Option("--target", help="The target: a folder, or a name in the hub cache."),
 ]
 Plugin = Annotated[
     str | None, typer.Option("--plugin", help="auto, never or always.", metavar="P")
@@ -106,8 +108,8 @@ def _folder(path: Path) -> Path:
     ):
         raise usage_error(
             "path-missing",
-            name,
-            f"{path} holds no model",
+            "config.json",
+            f"is not there, nor is spec_export_manifest.json: {path} is no model",
             "give the folder of one export, such as OUTPUT_DIR/best",
         )
     return path
@@ -132,6 +134,7 @@ def _plugin(value: str | None, default: str | None = "auto") -> Any:
 )
 def train(ctx: typer.Context) -> None:
     """Train with the callbacks of a recipe; takes every speculators train flag."""
+    _need("speculators")
     from spec_export.training.launch import main as launch
 
     raise SystemExit(launch(ctx.args))
@@ -295,14 +298,18 @@ def verify(
     if compare:
         from spec_export import comparison
 
-        comparison.require()
+        comparison.require(hint="or verify without --compare")
     opened = None
     if target is not None:
         from spec_export.artifact.target import open_target
 
         opened = open_target(target)
     result = run(
-        folder, opened, sglang=sglang, allow=tuple(allow or ()), files_only=files_only
+        _folder(folder),
+        opened,
+        sglang=sglang,
+        allow=tuple(allow or ()),
+        files_only=files_only,
     )
     data: dict[str, Any] = {"status": result.status, "verdict": result.verdict}
     if compare and not has_errors(result.findings):
@@ -313,7 +320,11 @@ def verify(
         if leg.verdict == "not run":
             result.findings.append(error("comparison-not-run", "--compare", leg.reason))
         data |= {"verdict": leg.verdict, "comparison": leg.to_json()}
-    words = f"{folder}: status {data['status']}, comparison {data['verdict']}"
+    wrong = sum(f.severity == Severity.ERROR for f in result.findings)
+    answer = f"{wrong or 'no'} error{'s' * (wrong != 1)}"
+    words = f"{folder}: {answer}; status {data['status']}, "
+    words += "" if compare else "recorded "
+    words += f"comparison {data['verdict']}"
     _say(Outcome(result.findings, data, words))
 
 
@@ -435,6 +446,19 @@ def _print_findings(findings: Iterable[Finding]) -> None:
 
 
 def _finish(argv: list[str], outcome: Outcome, code: int) -> int:
+    try:
+        _print(argv, outcome, code)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read has left, as `| head` does; the rest would fail at the exit.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _print(argv: list[str], outcome: Outcome, code: int) -> None:
     if "--json" in argv and _command(argv) != "train":
         payload = {
             "ok": code == 0,
@@ -448,7 +472,6 @@ def _finish(argv: list[str], outcome: Outcome, code: int) -> int:
         _print_findings(outcome.findings)
         if outcome.text:
             print(outcome.text, file=sys.stdout if outcome.shown else sys.stderr)
-    return code
 
 
 def _usage(exc: Any) -> Outcome:

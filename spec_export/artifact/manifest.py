@@ -34,6 +34,7 @@ EMBEDDED = (
 )
 # Numbers beyond it are not exact in every JSON reader (RFC 8785).
 _EXACT = 2**53 - 1
+_AGAIN = "copy the export again"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 RoleName = Literal["trained", "frozen", "derived", "buffer"]
@@ -255,8 +256,10 @@ class Manifest(_Part):
         try:
             content = json.loads(data)
             schema = content["schema"] if isinstance(content, dict) else None
-        except (ValueError, KeyError, RecursionError) as problem:
-            raise _invalid(f"it is no manifest ({problem!r})") from problem
+        except KeyError as problem:
+            raise _invalid("it is no manifest: no field 'schema'", _AGAIN) from problem
+        except (ValueError, RecursionError) as problem:
+            raise _invalid(f"it is no manifest: {problem}", _AGAIN) from problem
         if schema != SCHEMA:
             raise _invalid(
                 f"its schema is {schema!r}, this release reads {SCHEMA}",

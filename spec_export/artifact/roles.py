@@ -53,6 +53,7 @@ class _Look:
     sha256: str
     equals: bool | None
     findings: tuple[Finding, ...]
+    rounding: float | None = None  # the largest error, where the format changes
 
 
 class Known:
@@ -138,6 +139,7 @@ def read_facts(
         The facts; error findings in them speak against writing.
     """
     facts, known = Facts(), known or Known()
+    cast: dict[str, dict[str, float]] = {}
     weights = target if target is not None and target.has_weights else None
     rows = _check_map(source, plan, facts)
     counterparts = {f.source: f.counterpart for f in plan.fates}
@@ -166,6 +168,8 @@ def read_facts(
         facts.findings += seen.findings
         if has_errors(seen.findings):
             continue
+        if seen.rounding is not None:
+            cast.setdefault(source.tensors[name].dtype, {})[name] = seen.rounding
         facts.equals[name] = seen.equals
         facts.roles[name] = _role(source, name, seen.equals, hints.get(name))
         _doubt(source, name, facts)
@@ -180,6 +184,7 @@ def read_facts(
         elif placement.key.startswith("target:") and weights is not None:
             _take_from_target(placement.key, weights, rows, dtype, facts)
     _replaced(source, plan, facts)
+    facts.findings += [_cast_info(old, dtype, cast[old]) for old in sorted(cast)]
     return facts
 
 
@@ -197,7 +202,9 @@ def _look(
     """Digest, bad values, equality with the target; kind None is not written."""
     tensor = source.tensors[name]
     scanned = scan(saved_blocks(source.read(name), kind or "float", dtype))
-    problems = _cast(source, tensor, dtype) if kind == "float" else []
+    rounding, problems = None, list[Finding]()
+    if kind == "float" and tensor.is_float and tensor.dtype != dtype:
+        rounding, problems = _cast(source, tensor, dtype)
     if not has_errors(problems):
         problems += check_values(tensor, scanned, may_be_zero=may_be_zero)
     if has_errors(problems):
@@ -207,17 +214,17 @@ def _look(
     equals = _equals(
         source, name, counterpart, target, rows if through_map else None, dtype
     )
-    return _Look(scanned.sha256, equals, tuple(problems))
+    return _Look(scanned.sha256, equals, tuple(problems), rounding)
 
 
-def _cast(source: Source, tensor: TensorInfo, dtype: str) -> list[Finding]:
-    """What rounding a tensor to the saved format costs, if it has another one."""
-    if not tensor.is_float or tensor.dtype == dtype:
-        return []
+def _cast(
+    source: Source, tensor: TensorInfo, dtype: str
+) -> tuple[float, list[Finding]]:
+    """What rounding a tensor to the saved format costs, and whether it can be."""
     worst, lost = cast_error(source.read(tensor.name), dtype)
     if lost is not None:
         at = ", ".join(str(int(i)) for i in np.unravel_index(lost, tensor.shape))
-        return [
+        return worst, [
             error(
                 "non-finite",
                 tensor.name,
@@ -225,15 +232,18 @@ def _cast(source: Source, tensor: TensorInfo, dtype: str) -> list[Finding]:
                 "--dtype bfloat16 or --dtype float32",
             )
         ]
-    return [
-        info(
-            "dtype-cast",
-            tensor.name,
-            f"is {tensor.dtype} in the source and {dtype} in the export; the largest "
-            f"rounding error is {worst:.3g}",
-            "--dtype chooses another format",
-        )
-    ]
+    return worst, []
+
+
+def _cast_info(old: str, new: str, rounding: Mapping[str, float]) -> Finding:
+    """One line for all tensors that change from one format to another."""
+    worst = max(rounding, key=lambda name: rounding[name])
+    cost = "no value changes"
+    if rounding[worst]:
+        cost = f"the largest rounding error is {rounding[worst]:.3g}, in {worst}"
+    message = f"{old} in the source and {new} in the export: {len(rounding)}"
+    message += f" tensor{'s' * (len(rounding) > 1)}; {cost}"
+    return info("dtype-cast", "dtype", message, "--dtype chooses another format")
 
 
 def _check_map(source: Source, plan: Plan, facts: Facts) -> np.ndarray | None:

@@ -354,7 +354,10 @@ def open_target(path: str | Path) -> Target:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise usage_error(
-                "path-missing", folder.name, f"{folder} holds no config.json"
+                "path-missing",
+                folder.name,
+                f"{folder} holds no config.json, so it is no target",
+                "give the folder of the target model: --target DIR",
             )
         return Target(folder.resolve())
     cached = from_hub_cache(str(path))

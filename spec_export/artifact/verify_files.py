@@ -93,7 +93,12 @@ def _wrong_place(folder: Path, name: str) -> Finding | None:
         )
     path = folder / name
     if not path.is_file():
-        return error("file-missing", name, f"{MANIFEST_NAME} lists it, it is not there")
+        return error(
+            "file-missing",
+            name,
+            f"{MANIFEST_NAME} lists it, it is not there",
+            "copy the export again",
+        )
     real, home = path.resolve(), folder.resolve()
     inside = [home]
     if home.parent.name == "snapshots":

@@ -6,10 +6,11 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment
 
 from spec_export.artifact.manifest import Manifest
-from spec_export.report.screen import acceptance_text, roles
+from spec_export.report.screen import acceptance_text, legs, roles
 
 CARD_NAME = "README.md"
-LEGS = ("cast", "layout", "engine")
+# In every card of ours, and in nobody else's.
+_OURS = b"exported for\nSGLang by spec-export"
 
 _TEMPLATE = """---
 {{ data }}
@@ -23,13 +24,14 @@ SGLang by spec-export. It drafts for **{{ target }}** and for no other target.
 | | |
 |---|---|
 | SGLang | >= {{ serving.min_version }} ({{ serving.reasons | join("; ") }}) |
-| class | `{{ serving.architecture }}`{% if serving.requires_plugin %} (needs
-`pip install spec-export` on the server){% endif %} |
+| class | `{{ serving.architecture }}` |
+{% if serving.requires_plugin %}| plug-in | `pip install spec-export` on the server |
+{% endif -%}
 | status | {{ manifest.status }} |
 | comparison | {% for name, leg in legs -%}
 {{ name }}: {{ leg.verdict }}{% if leg.prompts %} (SGLang {{ leg.sglang }}){% endif -%}
 {{ ", " if not loop.last }}{% endfor %} |
-{% if accepted %}| accepted | {{ accepted }} |
+{% if accepted %}| acceptance length | {{ accepted }} |
 {% endif %}
 ## Serve
 
@@ -63,6 +65,11 @@ Everything else is in `spec_export_manifest.json`.
 """
 
 
+def is_ours(card: bytes) -> bool:
+    """Whether a card was made here, and may be made anew."""
+    return _OURS in card
+
+
 def model_card(manifest: Manifest) -> str:
     """Markdown with front matter, made from the manifest alone."""
     target = manifest.target_model.name or "the target of its training"
@@ -87,10 +94,7 @@ def model_card(manifest: Manifest) -> str:
             word="THE_TARGET",
             serving=manifest.serving,
             manifest=manifest,
-            # Not the manifest's order: read again, that is the alphabet's.
-            legs=[
-                (n, manifest.comparison[n]) for n in LEGS if n in manifest.comparison
-            ],
+            legs=legs(manifest),
             command=command,
             roles=roles(manifest),
             accepted=acceptance_text(manifest),

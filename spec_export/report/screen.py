@@ -22,8 +22,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     out = io.StringIO()
-    Console(file=out, width=160, color_system=None).print(made)
-    return out.getvalue().rstrip()
+    wide = 10_000  # a name that is cut can be neither read nor searched for
+    Console(file=out, width=wide, color_system=None).print(made)
+    lines = (line.rstrip() for line in out.getvalue().splitlines())
+    return "\n".join(line for line in lines if line)
 
 
 def size(count: int) -> str:
@@ -100,10 +102,16 @@ def final_text(result: FinalizeResult) -> str:
     return "\n".join(lines)
 
 
+def legs(manifest: Manifest) -> list[tuple[str, Leg]]:
+    """The legs in the order they run; in a manifest's file that is the alphabet's."""
+    held = manifest.comparison
+    return [(n, held[n]) for n in ("cast", "layout", "engine") if n in held]
+
+
 def comparison_lines(manifest: Manifest) -> list[str]:
     """One line for each leg of the comparison."""
     lines = []
-    for name, leg in manifest.comparison.items():
+    for name, leg in legs(manifest):
         if not leg.ran:
             lines.append(f"{name:>8}: not run ({leg.reason})")
             continue
@@ -117,7 +125,7 @@ def comparison_lines(manifest: Manifest) -> list[str]:
             f" (allowed {allowed:.2e}), {leg.positions} positions x {leg.steps} steps"
         )
     if accepted := acceptance_text(manifest):
-        lines.append(f"accepted: {accepted}")
+        lines.append(f"acceptance length: {accepted}")
     return lines
 
 
@@ -144,7 +152,7 @@ def engine_facts(leg: Leg) -> str:
     mean = (leg.acceptance or {}).get("serving", 0.0)
     return (
         f"SGLang {leg.sglang} on {leg.device} in {leg.dtype}: rounds as in training on "
-        f"{equal} of {len(leg.prompts)} prompts, acceptance {mean:.2f}"
+        f"{equal} of {len(leg.prompts)} random prompts, acceptance length {mean:.2f}"
     )
 
 
@@ -197,13 +205,13 @@ def roles(manifest: Manifest) -> dict[str, list[str]]:
     out: dict[str, list[str]] = {}
     for name, tensor in manifest.tensors.items():
         out.setdefault(tensor.role or "unknown", []).append(name)
-    return dict(sorted(out.items()))
+    return {role: sorted(names) for role, names in sorted(out.items())}
 
 
 def facts_for_screen(manifest: Manifest) -> list[tuple[str, Any]]:
     """The lines of ``spec-export show``."""
     serving, training = manifest.serving, manifest.training
-    legs = ", ".join(f"{n} {leg.verdict}" for n, leg in manifest.comparison.items())
+    compared = ", ".join(f"{name} {leg.verdict}" for name, leg in legs(manifest))
     return [
         ("status", manifest.status),
         ("class", serving.architecture),
@@ -212,7 +220,7 @@ def facts_for_screen(manifest: Manifest) -> list[tuple[str, Any]]:
         ("target", manifest.target_model.name or "unknown"),
         ("vocabulary", f"{manifest.vocab.draft_size} of {manifest.vocab.target_size}"),
         ("step", training.global_step),
-        ("comparison", legs or "none"),
-        ("accepted", acceptance_text(manifest) or "not measured"),
+        ("comparison", compared or "none"),
+        ("acceptance", acceptance_text(manifest) or "not measured"),
         ("deviations", ", ".join(d.code for d in manifest.deviations) or "none"),
     ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
+from spec_export.artifact.manifest import MANIFEST_NAME, Leg, Manifest
 from spec_export.artifact.verify_files import verify_files
 from spec_export.findings import (
     CODES,
@@ -20,6 +20,7 @@ from spec_export.findings import (
     SpecExportError,
     apply_allow,
     error,
+    explains_difference,
     has_errors,
     info,
     usage_error,
@@ -82,7 +83,7 @@ def verify(
 
         release, findings = parse_release(sglang)
     findings += path_findings(folder)
-    manifest = _manifest(folder, files_only, findings)
+    manifest = _manifest(folder, target, files_only, findings)
     whole = True
     if manifest is not None:
         wrong = verify_files(folder, manifest)
@@ -132,19 +133,20 @@ def path_findings(folder: Path) -> list[Finding]:
 
 
 def _manifest(
-    folder: Path, files_only: bool, findings: list[Finding]
+    folder: Path, target: Target | None, files_only: bool, findings: list[Finding]
 ) -> Manifest | None:
     if (folder / MANIFEST_NAME).exists():
         return Manifest.read(folder)
     if files_only:
         return Manifest.read(folder)  # raises: there is nothing to compare with
+    with_target = "" if target is None else ", against the target too"
     findings.append(
         info(
             "manifest-missing",
             MANIFEST_NAME,
-            "the folder was not written by spec-export: names, shapes, config, token "
-            "map and target were checked; what was trained, which target it was "
-            "trained with and whether the bytes are whole could not be",
+            "the folder was not written by spec-export: names, shapes, config and "
+            f"token map were checked{with_target}; what was trained, which target it "
+            "was trained with and whether the bytes are whole could not be",
             "ask for an export with a manifest",
         )
     )
@@ -188,18 +190,18 @@ def _accepted(manifest: Manifest) -> list[Finding]:
 def _claims(manifest: Manifest) -> list[Finding]:
     """A recorded verdict that its own numbers contradict: edited, or not ours."""
     out = []
+    accepted = {d.code for d in manifest.deviations}
     for name, leg in manifest.comparison.items():
         subject, hint = f"comparison.{name}", "repeat it: verify --compare --target DIR"
         if leg.verdict == "fail" and manifest.status != "failed":
-            if not manifest.deviations:
+            if not explains_difference(name, accepted):
                 message = f"failed, but the status is {manifest.status}"
                 out.append(error("manifest-invalid", subject, message, hint))
             continue
         if leg.verdict != "pass":
             continue
         allowed = _number(leg.tolerance, "max_rel")
-        steps = leg.metrics if isinstance(leg.metrics, list) else []
-        found = [_number(step, "max_rel") for step in steps]
+        found = _differences(name, leg)
         if not leg.ran or allowed is None or not found or None in found:
             message = "says pass without the numbers that a comparison has"
             out.append(error("manifest-invalid", subject, message, hint))
@@ -207,6 +209,16 @@ def _claims(manifest: Manifest) -> list[Finding]:
             message = f"says pass with a difference above its tolerance {allowed:.2e}"
             out.append(error("manifest-invalid", subject, message, hint))
     return out
+
+
+def _differences(name: str, leg: Leg) -> list[float | None]:
+    """What a leg measured, as shares of the logit range: per step, or per prompt."""
+    held, key = leg.metrics, "max_rel"
+    if name == "engine":
+        prompts = leg.prompts if isinstance(leg.prompts, list) else []
+        held = [p for p in prompts if not isinstance(p, dict) or p.get("counted")]
+        key = "closest"
+    return [_number(one, key) for one in held] if isinstance(held, list) else []
 
 
 def _number(held: Any, key: str) -> float | None:

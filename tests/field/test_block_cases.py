@@ -268,11 +268,11 @@ def test_case_19_mixed_floats_become_bfloat16(
     assert {v.dtype for v in answer.tensors.values()} == {torch.bfloat16}
     casts = [f for f in answer.manifest["findings"] if f["code"] == "dtype-cast"]
     wide = {k for k, v in mixed.items() if v.dtype == torch.float32}
-    assert {f["subject"] for f in casts} == wide
+    (cast,) = casts
+    assert f"{len(wide)} tensors" in cast["message"]
     error = (mixed["norm.weight"] - mixed["norm.weight"].bfloat16().float()).abs().max()
-    (cast,) = [f for f in casts if f["subject"] == "norm.weight"]
     assert "F32" in cast["message"] and "BF16" in cast["message"]
-    assert f"{error.item():.3g}" in cast["message"] and error > 0
+    assert f"{error.item():.3g}, in norm.weight" in cast["message"] and error > 0
     if reduced:  # the map of the draft vocabulary went into a table of floats
         assert "d2t" not in answer.tensors
         assert answer.manifest["vocab"]["draft_size"] == DRAFT

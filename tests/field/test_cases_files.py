@@ -39,11 +39,12 @@ def test_case_19_mixed_floats_become_bfloat16(desk: Desk) -> None:
     for name, value in answer.tensors.items():
         assert value.dtype == (torch.int64 if name == "d2t" else torch.bfloat16), name
     casts = [f for f in answer.manifest["findings"] if f["code"] == "dtype-cast"]
-    assert {f["subject"] for f in casts} == {k for k in mixed if "norm" in k}
+    (cast,) = casts
+    wide = [k for k in mixed if "norm" in k]
+    assert f"{len(wide)} tensors" in cast["message"]
     error = (mixed["norm.weight"] - mixed["norm.weight"].bfloat16().float()).abs().max()
-    (cast,) = [f for f in casts if f["subject"] == "norm.weight"]
     assert "F32" in cast["message"] and "BF16" in cast["message"]
-    assert f"{error.item():.3g}" in cast["message"] and error > 0
+    assert f"{error.item():.3g}, in norm.weight" in cast["message"] and error > 0
 
 
 def test_case_19_a_leftover_quantization_config(desk: Desk) -> None:

@@ -37,6 +37,19 @@ def recipe(desk: Desk, target: Path | None = None, **draft: Any) -> Path:
     return path
 
 
+def test_a_recipe_that_exports_nothing_is_told(desk: Desk) -> None:
+    path = recipe(desk)
+    answer = desk.ok("check no callbacks", desk.run("check", path))
+    (told,) = [f for f in answer.data["findings"] if f["code"] == "callbacks-missing"]
+    assert told["severity"] == "info" and path.name in told["message"]
+    exporter = {"class_path": "spec_export.SGLangExport"}
+    exporter["init_args"] = {"output_dir": str(desk.root / "exports")}
+    content = yaml.safe_load(path.read_text()) | {"callbacks": [exporter]}
+    path.write_text(yaml.safe_dump(content))
+    answer = desk.ok("check callbacks", desk.run("check", path))
+    assert "callbacks-missing" not in {f["code"] for f in answer.data["findings"]}
+
+
 def test_a_recipe_that_can_be_served(desk: Desk) -> None:
     for release in ("0.5.9", "0.5.23"):
         answer = desk.run("check", recipe(desk), "--sglang", release)

@@ -149,6 +149,7 @@ def test_people_read_stderr_and_scripts_stdout(export: Path) -> None:
 
 
 def test_a_signal_is_128_plus_its_number(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     code = (
         "import os, signal; from spec_export import cli\n"
         "import spec_export.serving.verify as v\n"
@@ -157,6 +158,81 @@ def test_a_signal_is_128_plus_its_number(tmp_path: Path) -> None:
         "cli.main()\n"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 143
+
+
+def test_a_reader_that_leaves_is_no_bug(export: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    argv = [sys.executable, "-m", "spec_export.cli", "show", str(export), "--json"]
+    ran = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ran.returncode, ran.stderr) == (141, "")
+
+
+def test_training_without_speculators_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "speculators", None)
+    assert cli.run(["train", "--config", "recipe.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert "error[dependency-missing] speculators: " in said
+    assert 'hint: pip install "spec-export[train]"' in said
+
+
+def test_a_comparison_without_torch_names_an_option_that_verify_has(
+    export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    ran = spec_export("verify", export, "--compare")
+    assert (ran.code, ran.codes()) == (2, ["dependency-missing"])
+    assert ran.data["findings"][0]["hint"].endswith("or verify without --compare")
+
+
+def test_the_last_line_of_verify_is_its_answer(
+    export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["verify", str(export)]) == 0
+    assert "out: no errors; status final, recorded" in capsys.readouterr().err
+    (export / "config.json").unlink()
+    assert cli.run(["verify", str(export)]) == 1
+    said = capsys.readouterr().err
+    assert "out: 1 error; status final" in said
+    assert "hint: copy the export again" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_manifest_that_is_none_is_told_in_words(export: Path, content: str) -> None:
+    (export / "spec_export_manifest.json").write_text(content)
+    ran = spec_export("verify", export)
+    (finding,) = ran.data["findings"]
+    assert (ran.code, finding["code"]) == (1, "manifest-invalid")
+    assert "Error(" not in finding["message"] and finding["hint"]
+
+
+def test_the_folder_of_all_exports_is_told_apart_from_one(tmp_path: Path) -> None:
+    for command in ("verify", "show"):
+        ran = spec_export(command, tmp_path)
+        assert (ran.code, ran.codes()) == (2, ["path-missing"])
+        assert "OUTPUT_DIR/best" in ran.data["findings"][0]["hint"]
+
+
+def test_without_a_manifest_only_what_was_looked_at_is_called_checked(
+    export: Path, tmp_path: Path
+) -> None:
+    (export / "spec_export_manifest.json").unlink()
+    alone = spec_export("verify", export).finding("manifest-missing")
+    both = spec_export("verify", export, "--target", tmp_path / "T0")
+    assert "against the target" not in alone["message"]
+    assert "against the target too" in both.finding("manifest-missing")["message"]
+
+
+def test_tables_cut_no_name() -> None:
+    from spec_export.report.screen import table
+
+    name = "layers.0." * 40
+    lines = table(("name", "n"), [(name, 1), ("x", 2)]).splitlines()
+    assert any(name in line for line in lines)
+    assert lines == [line.rstrip() for line in lines if line]
 
 
 def test_only_the_command_line_prints_or_exits() -> None:

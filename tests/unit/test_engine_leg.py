@@ -567,7 +567,9 @@ def test_other_rounds_are_an_error_that_names_the_leg(trained: Trained) -> None:
     assert content["prompts"][2]["served"] == least[2]
     shown = read_manifest(str(trained.export))
     shown.comparison = {"engine": type(shown.comparison["engine"])(**content)}
-    assert "rounds as in training on 7 of 8 prompts" in comparison_lines(shown)[0]
+    assert (
+        "rounds as in training on 7 of 8 random prompts" in comparison_lines(shown)[0]
+    )
 
 
 @pytest.fixture

@@ -44,6 +44,24 @@ def test_a_bare_checkpoint_becomes_a_final_export(draft: Path, tmp_path: Path) -
     assert verified.data["status"] == "final"
 
 
+def test_every_row_of_a_card_is_one_line(tmp_path: Path) -> None:
+    target = field.make_target(tmp_path / "T0")
+    draft = field.make_draft(tmp_path / "E0", target, norm_before_residual=True)
+    out = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", out, "--no-compare").code == 0
+    card = (out / "README.md").read_text()
+    assert "| plug-in | `pip install spec-export` on the server |\n| status |" in card
+    table = card.split("## Serve")[0].split("|---|---|\n")[1].strip()
+    assert all(r.startswith("| ") and r.endswith(" |") for r in table.splitlines())
+
+
+def test_a_cast_is_one_line(draft: Path, tmp_path: Path) -> None:
+    argv = ("finalize", draft, "--no-compare", "--dtype")
+    wide = spec_export(*argv, "float32", "--output", tmp_path / "wide")
+    assert wide.codes().count("dtype-cast") == 1
+    assert "no value changes" in wide.finding("dtype-cast")["message"]
+
+
 def test_twice_in_a_row_changes_no_weight(draft: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert spec_export("finalize", draft, "--output", out).code == 0

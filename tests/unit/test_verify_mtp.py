@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
 from spec_export.export import ExportOptions, export_source
+from spec_export.layout.catalog import template_of_class
 from spec_export.layout.loader import check_folder
-from spec_export.layout.template import template_of_class
 from spec_export.layout.tensors import TensorInfo
 from spec_export.serving.verify import VerifyResult, verify
 from tests.helpers.mtp import EXPERTS, HIDDEN, TARGETS, make_mtp, make_target
