@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spec_export.judge.verdict import Leg, StepMetrics, Tolerance, not_run
 
 if TYPE_CHECKING:
+    from spec_export.judge.cast import cast_leg
     from spec_export.judge.engine.leg import engine_leg
     from spec_export.judge.probe import (
         Inputs,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
         training_logits,
         training_module,
     )
-    from spec_export.judge.run import cast_leg, layout_leg, probe_leg
+    from spec_export.judge.run import layout_leg, probe_leg
 
 __all__ = [
     "Inputs",
@@ -47,7 +48,8 @@ __all__ = [
 
 _HOME = {
     "engine_leg": "engine.leg",
-    **dict.fromkeys(("cast_leg", "layout_leg", "probe_leg"), "run"),
+    "cast_leg": "cast",
+    **dict.fromkeys(("layout_leg", "probe_leg"), "run"),
     **dict.fromkeys(
         (
             "Inputs",

@@ -17,9 +17,9 @@ from spec_export.artifact.target import Target
 from spec_export.comparison import borrowed, not_at_hand, window_of
 from spec_export.export import Judge
 from spec_export.judge import Inputs, Leg, layout_leg, not_run, training_module
+from spec_export.judge.cast import cast_with_logits
 from spec_export.judge.checks import blind_inputs
 from spec_export.judge.probe import MODULES, empty_module
-from spec_export.judge.run import cast_with_logits
 from spec_export.layout.releases import newest_known
 from spec_export.training.batches import Batch
 from spec_export.training.draft_config import checkpoint_config

@@ -18,9 +18,9 @@ from torch import nn
 from spec_export.judge import (
     Inputs,
     budget,
+    cast,
     cast_leg,
     modes,
-    run,
     training_logits,
     training_module,
 )
@@ -193,10 +193,10 @@ def test_experts_of_rows_near_a_border_are_the_same_on_both_sides(
     assert 0 < float(note.split("%")[0]) < 2
     # Weights that are rounded to half as many digits as the saved dtype has.
     coarse = rounded_to(torch.float8_e4m3fn)
-    monkeypatch.setattr(run, "rounded_to", lambda _dtype: coarse)
+    monkeypatch.setattr(cast, "rounded_to", lambda _dtype: coarse)
     assert cast_leg(module, inputs, torch.bfloat16).verdict == "fail"
     # The control: where experts are free, luck decides what is allowed.
-    monkeypatch.setattr(run, "routes", lambda _draft: False)
+    monkeypatch.setattr(cast, "routes", lambda _draft: False)
     free = cast_leg(module, inputs, torch.bfloat16)
     assert free.tolerance is not None
     assert free.tolerance.max_rel > 5 * leg.tolerance.max_rel

@@ -17,9 +17,9 @@ from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
 from spec_export.judge import Inputs, layout_leg
 from spec_export.judge.acceptance import target_choice
+from spec_export.judge.cast import cast_leg
 from spec_export.judge.inputs import Inputs as Rows
 from spec_export.judge.modes import SameExperts
-from spec_export.judge.run import cast_leg
 from tests.helpers import blocks, mtp
 from tests.helpers.cli import spec_export
 from tests.helpers.fooling import Config, copied, edit, finalized, judged, probed

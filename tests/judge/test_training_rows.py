@@ -14,7 +14,8 @@ from speculators.models.eagle3.core import Eagle3DraftModel
 
 from spec_export.artifact.target import open_target
 from spec_export.judge import Leg
-from spec_export.training.batches import Batch, KeptBatch, WatchedLoader
+from spec_export.training import batches
+from spec_export.training.batches import Batch, KeptBatch
 from spec_export.training.compare import (
     Cast,
     empty_draft,
@@ -109,14 +110,19 @@ def test_the_first_usable_batch_is_kept_and_nothing_else_of_the_loader() -> None
     assert keeper.batch is not None and keeper.batch.kind == "validation"
 
 
-def test_the_loader_stops_looking() -> None:
+def test_the_loader_stops_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first batch that can be used."""
     seen = []
 
-    def see(batch: int) -> bool:
+    def see(batch: int, rows: int) -> dict[str, torch.Tensor]:
         seen.append(batch)
-        return batch == 2
+        if batch != 2:
+            raise ValueError("padding only")
+        return {}
 
-    assert list(WatchedLoader([1, 2, 3], see)) == [1, 2, 3]
+    monkeypatch.setattr(batches, "stretch", see)
+    watched = KeptBatch().watched("training", [1, 2, 3])
+    assert [*watched, *watched] == [1, 2, 3, 1, 2, 3]
     assert seen == [1, 2]
 
 
