@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ _SAVES = frozenset({"epoch", "mid-epoch", "best", "interrupted"})
 FLUSH_SECONDS = 300.0
 # speculators ends the process 120 s after a signal, its own save included.
 INTERRUPTED_SECONDS = 60.0
+KEPT_RESULTS = 16
 
 
 @dataclass
@@ -88,7 +90,7 @@ class SGLangExport:
 
     Attributes:
         config: The validated arguments.
-        results: The exports so far, of rank 0.
+        results: The newest exports of rank 0; a training may make thousands.
         findings: What the plan said before the first step.
         recipe: What the trainer was asked for, for the manifest, in the form of
             speculators' ``run.yaml``; ``launch`` sets it.
@@ -97,7 +99,7 @@ class SGLangExport:
 
     def __init__(self, **init_args: Any) -> None:
         self.config = parse_init_args(init_args)
-        self.results: list[ExportResult] = []
+        self.results: deque[ExportResult] = deque(maxlen=KEPT_RESULTS)
         self.findings: list[Finding] = []
         self.recipe: dict[str, Any] | None = None
         self.recipe_digest: str | None = None
@@ -108,8 +110,8 @@ class SGLangExport:
 
     @property
     def errors(self) -> list[Exception]:
-        """What went wrong so far."""
-        return self._problems.all
+        """What went wrong last."""
+        return list(self._problems.newest)
 
     def on_event(self, event: TrainingEvent) -> None:
         """Plan before the first step, then export when it is time.

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+import traceback
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 from spec_export.artifact.publish import step_name
 from spec_export.findings import Finding, warning
+
+KEPT = 100  # exceptions
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,12 @@ class Problems:
     Used by the thread of the training and by that which writes.
 
     Attributes:
-        all: Every exception so far.
+        newest: The last exceptions, without the values of the functions that they
+            left: those may be weights.
     """
 
     def __init__(self) -> None:
-        self.all: list[Exception] = []
+        self.newest: deque[Exception] = deque(maxlen=KEPT)
         self._unraised: list[Exception] = []
         self._notes: list[Note] = []
         self._told: set[Note] = set()
@@ -45,9 +50,9 @@ class Problems:
             False if it was there already.
         """
         with self._lock:
-            if any(problem is known for known in self.all):
+            if any(problem is known for known in self.newest):
                 return False
-            self.all.append(problem)
+            self.newest.append(_light(problem))
             if unraised:
                 self._unraised.append(problem)
             return True
@@ -79,6 +84,15 @@ class Problems:
         with self._lock:
             self._told |= set(told)
             self._notes = [n for n in self._notes if n.step != step]
+
+
+def _light(problem: Exception) -> Exception:
+    """The same without what its tracebacks hold."""
+    part: BaseException | None = problem
+    while part is not None:
+        traceback.clear_frames(part.__traceback__)
+        part = part.__cause__ or part.__context__
+    return problem
 
 
 def as_findings(notes: list[Note]) -> list[Finding]:

@@ -85,16 +85,29 @@ class Watch:
 
 def train(root: Path, epochs: int, full: range) -> None:
     """One training, in this process."""
+    from speculators.train.checkpointer import SingleGPUCheckpointer
+
     from spec_export.training.callback import SGLangExport
     from tests.helpers.tiny import run_training
 
-    # Their own checkpoints are not what is tried here, and would fail on a full disk.
     exporter = SGLangExport(
         output_dir=root / "exports",
         every={"steps": 2},
         keep_last=KEEP,
         compare={"on": "never"},
     )
+    # Their own checkpoints are not what is tried here, and would fail on a full disk.
+    saved = SingleGPUCheckpointer.save_checkpoint
+
+    def with_room(*args: Any, **kwargs: Any) -> Any:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        try:
+            return saved(*args, **kwargs)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    SingleGPUCheckpointer.save_checkpoint = with_room
     flags = make_tiny().flags(root / "run", "--epochs", str(epochs))
     run_training(flags, Watch(root / "notes", full), exporter)
     print(json.dumps([str(problem) for problem in exporter.errors]))
