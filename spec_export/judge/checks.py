@@ -167,12 +167,29 @@ def launch_problems(
     if method != "unquant" and (method or (quantised and number >= (0, 5, 7, 0))):
         # Else it inherits --quantization.
         problems.append(f"the launch line lacks {_QUANTIZATION} unquant")
+    mine, theirs = _auto_dtype(config), _auto_dtype(target or {})
+    if mine and theirs and given.get("--dtype", mine) != theirs:
+        problems.append(
+            f"the launch line lacks --dtype {theirs}: SGLang would compute the draft "
+            f"in {given.get('--dtype', mine)}"
+        )
     if number < (0, 5, 11, 0) and "--disable-cuda-graph" not in launch:
         ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         depth = _text(target or {}).get("num_hidden_layers")
         if ids and depth and sorted(ids) != [1, depth // 2 - 1, depth - 4]:
             problems.append(f"SGLang {release} resets the layer ids for CUDA graphs")
     return problems
+
+
+def _auto_dtype(config: Mapping[str, Any]) -> str | None:
+    """What SGLang's ``--dtype auto`` makes of a configuration."""
+    text = _text(config)
+    keys = ("dtype", "torch_dtype")
+    found = next((c[k] for c in (text, config) for k in keys if c.get(k)), None)
+    if found != "float32":
+        return found
+    kind = str(text.get("model_type") or config.get("model_type"))
+    return "bfloat16" if kind.startswith("gemma") else "float16"
 
 
 def _launch_of(folder: Path) -> list[str] | None:

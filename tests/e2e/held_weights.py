@@ -88,7 +88,9 @@ def _flags(kind: str, tiny: Tiny, root: Path) -> list[str]:
     content["train"]["trainer"]["save_path"] = str(root / "run")
     recipe = root.with_suffix(".yaml")
     recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(content))
+    mine = recipe.with_suffix(f".{os.getpid()}")
+    mine.write_text(yaml.safe_dump(content))
+    mine.replace(recipe)  # the other rank may be reading it
     return ["--config", str(recipe)]
 
 

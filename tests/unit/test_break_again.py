@@ -342,7 +342,8 @@ def gone(pid: int) -> bool:
 
 
 ASKER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would be inherited
 from pathlib import Path
 from spec_export.judge import Inputs, not_run
 from spec_export.judge.engine import host
