@@ -29,14 +29,12 @@ class CheckResult:
 
     Attributes:
         plan: How the draft will be exported.
-        draft_config: The speculators config.json that training will write.
         findings: Those of the plan and of the recipe.
         source_bytes: Size of speculators' own checkpoint, saved in bfloat16.
         export_bytes: Size of the export's weights.
     """
 
     plan: Plan
-    draft_config: dict[str, Any]
     findings: list[Finding] = field(default_factory=list)
     source_bytes: int = 0
     export_bytes: int = 0
@@ -108,7 +106,6 @@ def check_recipe(
     plan.findings = [*findings, *plan.findings]
     return CheckResult(
         plan,
-        draft.config,
         plan.findings,
         sum(t.nbytes for t in tensors.values()),
         sum(_bytes(p.shape, p.kind) for p in plan.placements),

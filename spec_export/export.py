@@ -23,7 +23,6 @@ from spec_export.artifact.publish import (
     replace_existing,
 )
 from spec_export.artifact.roles import (
-    Facts,
     Known,
     derived_blocks,
     read_facts,
@@ -186,7 +185,7 @@ def export_source(
         rows = target_ids(source.read("d2t")) if "d2t" in source.tensors else None
         written = write_weights(
             staging.path,
-            _entries(source, target, plan, facts, dtype, rows),
+            _entries(source, target, plan, dtype, rows),
             m.weights_metadata(manifest),
             options.max_shard_size,
         )
@@ -332,7 +331,6 @@ def _entries(
     source: Source,
     target: Target | None,
     plan: Plan,
-    facts: Facts,
     dtype: str,
     rows: np.ndarray | None,
 ) -> list[Entry]:
@@ -342,7 +340,6 @@ def _entries(
             saved_as(source, placement, dtype),
             placement.shape,
             lambda p=placement: _blocks(source, target, p, dtype, rows),  # type: ignore[misc]
-            facts.sha256[placement.key],
         )
         for placement in plan.placements
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from spec_export.findings import (
     usage_error,
     warning,
 )
+from spec_export.layout.targets import language_model
 from spec_export.layout.tensors import TensorInfo
 
 Role = Literal["embedding", "head", "norm"]
@@ -63,7 +64,6 @@ _PACKED_LEAVES = (
     "weight.quant_map",
 )
 _PACKED_BODIES = ("qweight", "weight_packed")
-_TEXT_CONFIGS = ("text_config", "llm_config")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
@@ -100,13 +100,9 @@ class Target:
         return {name: span.info for name, span in self._spans.items()}
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> Mapping[str, Any]:
         """The configuration of the language model inside a multimodal one."""
-        for key in _TEXT_CONFIGS:
-            inner = self.config.get(key)
-            if isinstance(inner, dict):
-                return inner
-        return self.config
+        return language_model(self.config)
 
     @property
     def architectures(self) -> list[str]:

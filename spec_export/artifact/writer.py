@@ -44,16 +44,13 @@ class Entry:
         dtype: safetensors' spelling.
         shape: Its dimensions.
         blocks: Gives the values: an array of this dtype, or pieces of it in
-            order. Called once for each pass over the data (digest, writing) and
-            has to give the same bytes each time.
-        sha256: Digest of the bytes, if it is known already.
+            order.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     blocks: Callable[[], Blocks]
-    sha256: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,24 +69,6 @@ class Written:
 
     files: dict[str, FileFact] = field(default_factory=dict)
     weight_map: dict[str, str] = field(default_factory=dict)
-
-
-def digest_entries(entries: Iterable[Entry]) -> dict[str, str]:
-    """SHA-256 of the bytes of each tensor, computed where it is not known.
-
-    The manifest in the header of a file holds them, so they are needed before
-    the first byte of data is written.
-    """
-    digests = {}
-    for entry in entries:
-        if entry.sha256 is None:
-            digest = hashlib.sha256()
-            for piece in _pieces(entry):
-                digest.update(piece)
-            digests[entry.name] = digest.hexdigest()
-        else:
-            digests[entry.name] = entry.sha256
-    return digests
 
 
 def write_safetensors(

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from spec_export.judge.inputs import Inputs, document_spans
-from spec_export.judge.target import TargetUnreadable, target_norm, target_tensors
+from spec_export.judge.target import (
+    TargetUnreadable,
+    language_model,
+    target_norm,
+    target_tensors,
+)
 from spec_export.judge.verdict import ACCEPTANCE
 
 # Targets whose norms multiply by one plus the weight: Gemma's do up to the third.
@@ -99,7 +104,7 @@ def target_choice(
     """
     if inputs.last is None or target is None or config is None:
         return None
-    text = _text(config)
+    text = language_model(config)
     try:
         norm, (_, head) = target_norm(target), target_tensors(target)
     except TargetUnreadable:
@@ -124,14 +129,6 @@ def target_choice(
     choice = torch.full((len(inputs),), -1)
     choice[: inputs.recorded] = best.cpu()
     return choice
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("text_config", "llm_config", "language_config"):
-        if isinstance(config.get(key), Mapping):
-            inner: Mapping[str, Any] = config[key]
-            return inner
-    return config
 
 
 def both_sides(

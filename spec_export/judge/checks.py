@@ -24,6 +24,7 @@ from spec_export.judge.reference.block_config import FAMILIES, made_up_layers
 from spec_export.judge.reference.eagle3 import Eagle3Reference
 from spec_export.judge.reference.loading import weight_files
 from spec_export.judge.reference.serving_config import parse_release
+from spec_export.judge.target import language_model
 
 # Targets whose hook does not simply take id k as the output of layer k.
 _FIRST_IS_ONE = (
@@ -75,7 +76,7 @@ def captured_layers(
         In the order of the features; None where the draft family does not say it in
         one of the two places that are known here.
     """
-    depth = int(_text(target)["num_hidden_layers"])
+    depth = int(language_model(target)["num_hidden_layers"])
     architecture = (target.get("architectures") or [""])[0]
     number = parse_release(release)
     if (config.get("architectures") or [""])[0] in FAMILIES:
@@ -111,7 +112,9 @@ def capture_problems(
     release: str,
 ) -> list[str]:
     """Whether the target would hand over the features that training used."""
-    if target is None or trained is None or "num_hidden_layers" not in _text(target):
+    if target is None or trained is None:
+        return []
+    if "num_hidden_layers" not in language_model(target):
         return []
     config = json.loads((folder / "config.json").read_text())
     found = captured_layers(config, target, release)
@@ -120,13 +123,6 @@ def capture_problems(
     where = "config key eagle_config or dflash_config"
     said = f"SGLang would take the features after layers {found}, training took them"
     return [f"{said} after {sorted(trained)} ({where})"]
-
-
-def _text(target: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("text_config", "llm_config", "language_config"):
-        if isinstance(target.get(key), Mapping):
-            return target[key]
-    return target
 
 
 def config_of(target: Path | None) -> dict[str, Any] | None:
@@ -150,6 +146,8 @@ def launch_problems(
     launch = _launch_of(folder)
     if launch is None:
         return []
+    about = target or {}
+    text = language_model(about)
     config = json.loads((folder / "config.json").read_text())
     name, number = config["architectures"][0], parse_release(release)
     given = dict(pairwise([*launch, ""]))
@@ -163,11 +161,11 @@ def launch_problems(
         missing = ", ".join(sorted(_TOGETHER - set(given)))
         problems.append(f"SGLang does not start without {missing} beside the others")
     method = given.get(_QUANTIZATION)
-    quantised = {**(target or {}), **_text(target or {})}.get("quantization_config")
+    quantised = {**about, **text}.get("quantization_config")
     if method != "unquant" and (method or (quantised and number >= (0, 5, 7, 0))):
         # Else it inherits --quantization.
         problems.append(f"the launch line lacks {_QUANTIZATION} unquant")
-    mine, theirs = _auto_dtype(config), _auto_dtype(target or {})
+    mine, theirs = _auto_dtype(config), _auto_dtype(about)
     if mine and theirs and given.get("--dtype", mine) != theirs:
         problems.append(
             f"the launch line lacks --dtype {theirs}: SGLang would compute the draft "
@@ -175,7 +173,7 @@ def launch_problems(
         )
     if number < (0, 5, 11, 0) and "--disable-cuda-graph" not in launch:
         ids = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        depth = _text(target or {}).get("num_hidden_layers")
+        depth = text.get("num_hidden_layers")
         if ids and depth and sorted(ids) != [1, depth // 2 - 1, depth - 4]:
             problems.append(f"SGLang {release} resets the layer ids for CUDA graphs")
     return problems
@@ -183,7 +181,7 @@ def launch_problems(
 
 def _auto_dtype(config: Mapping[str, Any]) -> str | None:
     """What SGLang's ``--dtype auto`` makes of a configuration."""
-    text = _text(config)
+    text = language_model(config)
     keys = ("dtype", "torch_dtype")
     found = next((c[k] for c in (text, config) for k in keys if c.get(k)), None)
     if found != "float32":

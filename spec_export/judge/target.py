@@ -1,9 +1,11 @@
-"""The two tensors that a draft borrows: the target's embedding and head."""
+"""The target: its configuration, and the tensors that a draft borrows from it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,6 +17,15 @@ _OTHER_TOWERS = ("vision", "visual", "audio", "mtp", "draft")
 
 class TargetUnreadable(ValueError):
     """A tensor of the target is not there in a form that can be read."""
+
+
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model inside a multimodal one."""
+    for key in ("text_config", "llm_config", "language_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            return inner
+    return config
 
 
 def _files(folder: Path) -> dict[str, Path]:

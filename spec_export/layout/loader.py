@@ -19,6 +19,7 @@ from spec_export.findings import Finding, Severity, error, finding, info, warnin
 from spec_export.layout.config import flatten
 from spec_export.layout.expressions import ExpressionError, evaluate, names
 from spec_export.layout.landing import Landing, land
+from spec_export.layout.targets import language_model
 from spec_export.layout.template import Loader, Template
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import read_variables
@@ -88,8 +89,7 @@ def check_folder(
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the keys of its language model at the top."""
-    inner = config.get("text_config")
-    return {**config, **inner} if isinstance(inner, Mapping) else dict(config)
+    return {**config, **language_model(config)}
 
 
 def _key_of(subject: str, config: Mapping[str, Any]) -> str:

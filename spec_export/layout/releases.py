@@ -28,9 +28,11 @@ def oldest_known() -> str:
     return str(_known()["oldest"])
 
 
-def float32_loads_as() -> dict[str, str]:
-    """Beginning of a model_type -> dtype that ``--dtype auto`` gives it; ``other``."""
-    return dict(_known()["float32_loads_as"])
+def float32_loads_as(model_type: str) -> str:
+    """The dtype that ``--dtype auto`` gives a float32 model of this type."""
+    rules: dict[str, str] = _known()["float32_loads_as"]
+    known = (rules[word] for word in rules if model_type.startswith(word))
+    return next(known, rules["other"])
 
 
 def parse_release(text: str | None) -> tuple[Version, list[Finding]]:

@@ -12,26 +12,19 @@ from typing import Any
 
 from spec_export.findings import Finding, warning
 from spec_export.layout.releases import float32_loads_as
+from spec_export.layout.targets import language_model
 
 FLAG = "--dtype"
 
 
 def auto_dtype(config: Mapping[str, Any]) -> str | None:
     """What ``--dtype auto`` makes of a config.json; None where it does not say."""
-    text = config.get("text_config")
-    parts = (text if isinstance(text, Mapping) else {}, config)
-    keys = ("dtype", "torch_dtype")
-    found = [part[key] for part in parts for key in keys if part.get(key)]
-    if not found or not isinstance(found[0], str):
-        return None
-    if found[0] != "float32":
-        return found[0]
-    model_type = str(parts[0].get("model_type") or config.get("model_type"))
-    rules = float32_loads_as()
-    return (
-        next((v for k, v in rules.items() if model_type.startswith(k)), None)
-        or (rules["other"])
-    )
+    parts, keys = (language_model(config), config), ("dtype", "torch_dtype")
+    saved = next((part[k] for part in parts for k in keys if part.get(k)), None)
+    if not isinstance(saved, str) or saved != "float32":
+        return saved if isinstance(saved, str) else None
+    kind = next((p["model_type"] for p in parts if p.get("model_type")), "")
+    return float32_loads_as(str(kind))
 
 
 def dtype_flag(

@@ -83,6 +83,15 @@ class TargetFacts:
     head: Literal["own", "tied", "packed", "missing"] = "missing"
 
 
+def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model inside a multimodal one."""
+    for key in ("text_config", "llm_config", "language_config"):
+        inner = config.get(key)
+        if isinstance(inner, Mapping):
+            return inner
+    return config
+
+
 def target_facts(
     config: Mapping[str, Any],
     head: Literal["own", "tied", "packed", "missing"] = "missing",
@@ -94,14 +103,7 @@ def target_facts(
     """
     from spec_export.findings import SpecExportError
 
-    text = next(
-        (
-            config[key]
-            for key in ("text_config", "llm_config", "language_config")
-            if isinstance(config.get(key), Mapping)
-        ),
-        config,
-    )
+    text = language_model(config)
     values: dict[str, int] = {}
     problems: list[Finding] = []
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):

@@ -210,20 +210,6 @@ def config_path(argv: Sequence[str]) -> Path | None:
     return found.config
 
 
-def callback_settings(recipe: Path | Sequence[str]) -> CallbackConfig:
-    """The arguments of a recipe's first exporter, or our defaults without one.
-
-    Args:
-        recipe: A recipe file, or the arguments of ``speculators train``.
-
-    Raises:
-        SpecExportError: As ``read_recipe``.
-    """
-    path = recipe if isinstance(recipe, Path) else config_path(recipe)
-    found = read_recipe(path).exporters if path is not None else []
-    return found[0] if found else CallbackConfig(output_dir=Path("exports"))
-
-
 def _refuse_misplaced(block: Mapping[str, Any], where: str) -> None:
     places = [where] if "callbacks" in block else []
     places += [

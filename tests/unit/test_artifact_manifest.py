@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from hashlib import sha256
 from pathlib import Path
 
 import jsonschema
@@ -32,7 +33,7 @@ from spec_export.artifact.manifest import (
 from spec_export.artifact.privacy import find_leaks, scrub, scrub_recipe
 from spec_export.artifact.verify_files import verify_files
 from spec_export.artifact.weights import INDEX, SINGLE
-from spec_export.artifact.writer import Entry, digest_entries, write_file, write_weights
+from spec_export.artifact.writer import Entry, write_file, write_weights
 from spec_export.findings import SpecExportError
 
 ROOT = Path(__file__).parents[2]
@@ -349,7 +350,6 @@ def make_export(folder: Path, max_shard_size: int | None = None) -> Path:
         Entry(name, kinds[name], array.shape, lambda a=array: a)
         for name, array in arrays.items()
     ]
-    digests = digest_entries(entries)
     content = manifest(
         tensors={
             e.name: {
@@ -357,7 +357,7 @@ def make_export(folder: Path, max_shard_size: int | None = None) -> Path:
                 "source": [e.name],
                 "dtype": e.dtype,
                 "shape": list(e.shape),
-                "sha256": digests[e.name],
+                "sha256": sha256(arrays[e.name].tobytes()).hexdigest(),
             }
             for e in entries
         }

@@ -24,7 +24,6 @@ from spec_export.artifact.header import read_header
 from spec_export.artifact.weights import INDEX, SINGLE, WeightFiles
 from spec_export.artifact.writer import (
     Entry,
-    digest_entries,
     parse_size,
     write_safetensors,
     write_weights,
@@ -132,10 +131,8 @@ def test_blocks_may_reuse_their_memory(tmp_path):
 def test_big_endian_and_strided_values(tmp_path):
     array = np.arange(12, dtype=">f4").reshape(3, 4).T
     entries = [Entry("a", "F32", (4, 3), lambda: array)]
-    digests = digest_entries(entries)
     write_safetensors(tmp_path / "w", entries)
     assert np.array_equal(load_file(tmp_path / "w")["a"], array)
-    assert digests["a"] == hashlib.sha256(array.astype("<f4").tobytes()).hexdigest()
 
 
 @pytest.mark.parametrize("given_shape", [(3,), (5,)])
@@ -143,8 +140,6 @@ def test_values_that_do_not_fill_the_shape(tmp_path, given_shape):
     entry = Entry("a", "F32", (4,), lambda: np.ones(given_shape, np.float32))
     with pytest.raises(ValueError, match="a is F32"):
         write_safetensors(tmp_path / "w", [entry])
-    with pytest.raises(ValueError, match="a is F32"):
-        digest_entries([entry])
 
 
 def test_values_of_another_size(tmp_path):
@@ -156,17 +151,6 @@ def test_values_of_another_size(tmp_path):
 def test_two_tensors_of_one_name(tmp_path):
     with pytest.raises(ValueError, match="'a'"):
         write_safetensors(tmp_path / "w", [of("a", np.ones(1))] * 2)
-
-
-def test_a_known_digest_is_not_computed_again():
-    def never():
-        raise AssertionError
-
-    assert digest_entries([Entry("a", "F32", (1,), never, "ab")]) == {"a": "ab"}
-    array = np.arange(5, dtype=np.int64)
-    assert digest_entries([of("a", array)])["a"] == (
-        hashlib.sha256(array.tobytes()).hexdigest()
-    )
 
 
 def test_the_mode_follows_the_umask(tmp_path):
@@ -259,7 +243,6 @@ def test_little_memory_whatever_the_size(tmp_path):
 
     tracemalloc.start()
     try:
-        digest_entries([entry("a"), entry("b")])
         write_safetensors(tmp_path / "w", [entry("a"), entry("b")])
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -201,16 +201,3 @@ def test_the_recipe_is_found_among_the_flags(
     argv: list[str], found: Path | None
 ) -> None:
     assert r.config_path(argv) == found
-
-
-def test_settings_of_a_recipe_without_callbacks_are_our_defaults(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("train: {}\n")
-    assert r.callback_settings(path).plugin == "auto"
-    path.write_text(
-        "train: {}\ncallbacks:\n" + EXPORT.replace("out}", "out, plugin: never}")
-    )
-    assert r.callback_settings(path).plugin == "never"
-    assert r.callback_settings(["--config", str(path)]).plugin == "never"

@@ -20,6 +20,7 @@ from spec_export.judge.reference.serving_config import (
     parse_release,
     rope_dictionary,
 )
+from spec_export.judge.target import language_model
 
 Family = Literal["dflash", "dflash2", "dspark"]
 
@@ -78,7 +79,7 @@ def served_scale(target: Mapping[str, Any] | None) -> float:
         if name.startswith("Gemma"):
             raise ServingError(f"how {name} scales its embedding was not looked at")
         return 1.0
-    return math.sqrt((target.get("text_config") or target)["hidden_size"])
+    return math.sqrt(language_model(target)["hidden_size"])
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from spec_export.judge.reference.serving_config import (
     dtype_name,
     parse_release,
 )
+from spec_export.judge.target import language_model
 
 Trace = Callable[[int, str, torch.Tensor], None]
 _NEXT = "Qwen3NextForCausalLM"
@@ -77,7 +78,7 @@ def read_mtp_config(raw: Mapping[str, Any], release: str) -> MtpConfig:
     Raises:
         ServingError: a size is missing, or SGLang raises.
     """
-    number, own = parse_release(release), raw.get("text_config") or raw
+    number, own = parse_release(release), language_model(raw)
     text = {**raw, **own}
     is_next = raw["architectures"][0] == _NEXT
     if number < ((0, 5, 2, 0) if is_next else (0, 5, 9, 0)):
