@@ -19,7 +19,7 @@ from spec_export.artifact.source import Source
 from spec_export.artifact.target import Target
 from spec_export.findings import usage_error
 from spec_export.judge.verdict import Leg, not_run
-from spec_export.layout.releases import newest_known
+from spec_export.layout.releases import engine_setup, newest_known
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +209,7 @@ def _engine(
             sglang,
             target=target.path,
             serving=serving_of(folder),
-            device=device,
+            setup=host.Setup(**engine_setup(device)),
             vocab_size=target.vocab_size,
         )
     except host.EngineFailed as problem:

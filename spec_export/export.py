@@ -220,8 +220,17 @@ def check_free(destination: Path, *, replace: bool) -> None:
     """Refuse a taken output path before any work is done.
 
     Raises:
-        SpecExportError: exit 2, ``output-exists``.
+        SpecExportError: exit 2, ``output-exists``, or ``option-invalid`` for a path
+            inside an export, whose manifest would not list what is put there.
     """
+    for folder in destination.resolve().parents:
+        if os.path.lexists(folder / m.MANIFEST_NAME):
+            raise usage_error(
+                "option-invalid",
+                "--output",
+                f"{destination} lies inside the export {folder}",
+                "take an --output outside of it",
+            )
     if destination.is_dir() and not any(destination.iterdir()):
         return
     if not os.path.lexists(destination):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,10 @@ from spec_export.artifact import manifest as m
 from spec_export.artifact.disk import (
     disk_errors,
     read_regular,
-    replace_file,
     write_file,
 )
 from spec_export.artifact.dtypes import choose_dtype
-from spec_export.artifact.hidden import sweep
+from spec_export.artifact.finish import finish_in_place
 from spec_export.artifact.publish import Staging, publish_new, replace_existing
 from spec_export.artifact.resolve import (
     ResolvedSource,
@@ -353,7 +350,7 @@ def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -
     card = model_card(manifest).encode()
     output = _elsewhere(folder, options)
     if output is None:
-        _write_in_place(folder, manifest, card)
+        finish_in_place(folder, manifest, CARD_NAME, card)
         return folder
     with Staging(output.parent, output.name) as staging:
         for name in manifest.files:
@@ -366,38 +363,6 @@ def _write_final(folder: Path, manifest: m.Manifest, options: FinalizeOptions) -
         manifest.write(staging.path)
         publish = replace_existing if options.force else publish_new
         return publish(staging.path, output)
-
-
-def _write_in_place(folder: Path, manifest: m.Manifest, card: bytes) -> None:
-    """Write the card, then the manifest that lists it.
-
-    Whoever reads meanwhile, or after a crash, finds an export that verifies: while the
-    card is replaced, no manifest vouches for it.
-    """
-    with _alone(folder):
-        sweep(folder)
-        before = m.Manifest.read(folder)
-        if before.files.pop(CARD_NAME, None) is not None:
-            replace_file(folder / m.MANIFEST_NAME, before.to_bytes())
-        fact = replace_file(folder / CARD_NAME, card)
-        manifest.files[CARD_NAME] = m.FileEntry(sha256=fact.sha256, size=fact.size)
-        replace_file(folder / m.MANIFEST_NAME, manifest.to_bytes())
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process finishes this export: card and manifest are a pair.
-
-    Where the file system has no locks, nobody is waited for.
-    """
-    with disk_errors(folder):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _target_of_export(

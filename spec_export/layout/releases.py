@@ -35,6 +35,27 @@ def float32_loads_as(model_type: str) -> str:
     return next(known, rules["other"])
 
 
+def engine_setup(device: str) -> dict[str, Any]:
+    """How the comparison starts SGLang on ``cpu`` or ``cuda``, as the data says it.
+
+    Returns:
+        ``device``, ``args`` (behind the launch line), ``algorithm_args`` (more of them,
+        by algorithm), ``environment``, ``target_dtype`` (in transformers),
+        ``counted_since`` (the release) and ``counts`` (names in an answer).
+    """
+    engine = _known()["engine"]
+    own = engine["devices"][device]
+    return {
+        "device": device,
+        "args": (*engine["args"], *own["args"]),
+        "algorithm_args": own["algorithm_args"],
+        "environment": own["environment"],
+        "target_dtype": own["target_dtype"],
+        "counted_since": engine["counted_since"],
+        "counts": engine["counts"],
+    }
+
+
 def parse_release(text: str | None) -> tuple[Version, list[Finding]]:
     """Read the ``--sglang`` option.
 

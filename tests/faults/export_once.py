@@ -170,7 +170,7 @@ class Trial:
             time.time = lambda: now() - self.clock
         if self.broken:
             export._publish = _publish_badly
-            finishing._write_in_place = _write_badly
+            finishing.finish_in_place = _write_badly
         shim = Shim(Path(self.output_dir), self.at, self.mode, self.errno)
         shim.install()
         try:
@@ -201,9 +201,9 @@ def _publish_badly(staging: Path, destination: Path, *_: Any) -> Path:
     return destination
 
 
-def _write_badly(folder: Path, manifest: Manifest, card: bytes) -> None:
-    fact = write_file(folder / CARD_NAME, card)
-    manifest.files[CARD_NAME] = FileEntry(sha256=fact.sha256, size=fact.size)
+def _write_badly(folder: Path, manifest: Manifest, name: str, card: bytes) -> None:
+    fact = write_file(folder / name, card)
+    manifest.files[name] = FileEntry(sha256=fact.sha256, size=fact.size)
     manifest.write(folder)
 
 

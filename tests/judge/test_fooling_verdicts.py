@@ -25,6 +25,7 @@ from spec_export.judge.parts import open_reference
 from spec_export.judge.verdict import Tolerance
 from tests.helpers import blocks, field, mtp
 from tests.helpers.cli import spec_export
+from tests.helpers.engine_leg import ON_CUDA
 from tests.helpers.fooling import Config, copied, edit, finalized, probed
 from tests.judge import test_scaled_embedding as gemma
 
@@ -267,7 +268,7 @@ def test_sglang_loads_no_float32_target_on_a_gpu(
             "requires_plugin": False,
             "launch": [*launch, *flags],
         },
-        device="cuda",
+        setup=ON_CUDA,
         vocab_size=64,
         serve=lambda argv, prompts: [],
     )

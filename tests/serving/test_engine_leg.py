@@ -19,7 +19,7 @@ from spec_export.judge.engine.leg import command, random_prompts
 from spec_export.judge.engine.side import Side, of_module
 from spec_export.judge.verdict import Leg
 from tests.helpers.cli import spec_export
-from tests.helpers.engine_leg import look_once
+from tests.helpers.engine_leg import ON_CPU, look_once
 from tests.serving import blocks, drafts, plugin_drafts, simulate
 from tests.serving.blocks import BlockVariant
 from tests.serving.broken import MISTAKES, break_export
@@ -121,7 +121,7 @@ def leg_of(
         host.Sglang(sglang_python(), engine.version, ("cpu",), plugin=False),
         target=target,
         serving=serving_of(export),
-        device="cpu",
+        setup=ON_CPU,
         vocab_size=VOCAB,
         serve=serve,
     )
@@ -222,11 +222,11 @@ def test_a_launch_line_that_sglang_refuses_is_a_warning(
         sglang,
         target=target,
         serving=serving,
-        device="cpu",
+        setup=ON_CPU,
         vocab_size=VOCAB,
     )
     assert leg.verdict == "not run"
     assert "--no-such-flag-of-sglang" in leg.reason
     assert [str(f.severity) for f in leg.findings] == ["warning"]
-    argv = command(serving["launch"], own_export, target, "cpu")
+    argv = command(serving["launch"], own_export, target, ON_CPU)
     assert "--no-such-flag-of-sglang" in argv

@@ -21,8 +21,8 @@ import torch
 from speculators.train.graceful_shutdown import TrainingInterruptedError
 from torch.utils.data import DataLoader
 
-from spec_export import finalize as finalize_module
 from spec_export import read_manifest
+from spec_export.artifact import finish
 from spec_export.artifact import verify_files as verify_module
 from spec_export.artifact.manifest import FileEntry
 from spec_export.artifact.verify_files import verify_files
@@ -466,7 +466,7 @@ def test_two_at_once_leave_one_card_and_its_manifest(
 ) -> None:
     """The second one waits between the card of the first and its manifest."""
     first, second = read_manifest(str(export)), read_manifest(str(export))
-    replace, order = finalize_module.replace_file, list[str]()
+    replace, order = finish.replace_file, list[str]()
     met = threading.Event()
 
     def slow(path: Path, data: bytes) -> Any:
@@ -476,10 +476,14 @@ def test_two_at_once_leave_one_card_and_its_manifest(
         time.sleep(0.05)
         return fact
 
-    monkeypatch.setattr(finalize_module, "replace_file", slow)
-    write = finalize_module._write_in_place
-    one = threading.Thread(target=write, args=(export, first, b"1"), name="one")
-    two = threading.Thread(target=write, args=(export, second, b"22"), name="two")
+    monkeypatch.setattr(finish, "replace_file", slow)
+    write = finish.finish_in_place
+    one = threading.Thread(
+        target=write, args=(export, first, CARD_NAME, b"1"), name="one"
+    )
+    two = threading.Thread(
+        target=write, args=(export, second, CARD_NAME, b"22"), name="two"
+    )
     one.start()
     assert met.wait(10)
     two.start()

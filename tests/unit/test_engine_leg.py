@@ -25,7 +25,7 @@ from spec_export.comparison import as_torch, engine_of_export, serving_of
 from spec_export.judge import engine_leg, load_probe, training_module
 from spec_export.judge.engine import host, rounds
 from spec_export.judge.engine import leg as engine
-from spec_export.judge.engine.host import EngineFailed, Sglang
+from spec_export.judge.engine.host import EngineFailed, Setup, Sglang
 from spec_export.judge.engine.leg import cannot, command, random_prompts, read_answer
 from spec_export.judge.engine.rounds import (
     EVIDENCE,
@@ -42,10 +42,11 @@ from spec_export.judge.engine.side import Side, of_module, of_reference
 from spec_export.judge.engine.target import look
 from spec_export.judge.parts import open_reference
 from spec_export.judge.verdict import Leg, PromptRounds, Tolerance
+from spec_export.layout.releases import engine_setup
 from spec_export.report.screen import comparison_lines
 from tests.helpers import field, mtp
 from tests.helpers.cli import spec_export
-from tests.helpers.engine_leg import look_once
+from tests.helpers.engine_leg import ON_CPU, ON_CUDA, look_once
 from tests.serving import drafts, simulate
 
 HERE = Path(sys.executable)
@@ -243,8 +244,9 @@ def a_side(**changes: Any) -> Side:
 def test_why_it_cannot_be_run(
     side: Side, sglang: Sglang, serving: Mapping[str, Any], device: str, said: str
 ) -> None:
-    assert said in (cannot(side, sglang, serving, device) or "")
-    assert cannot(a_side(), NEWEST, SERVING, "cpu") is None
+    setup = Setup(**engine_setup(device))
+    assert said in (cannot(side, sglang, serving, setup) or "")
+    assert cannot(a_side(), NEWEST, SERVING, ON_CPU) is None
 
 
 def test_releases_are_ordered() -> None:
@@ -256,16 +258,15 @@ def test_releases_are_ordered() -> None:
 
 def test_the_launch_line_is_what_is_started() -> None:
     launch = ["--speculative-algorithm", "DSPARK", "--x", "{draft}", "--y", "{target}"]
-    argv = command(launch, Path("/d"), Path("/t"), "cpu")
+    argv = command(launch, Path("/d"), Path("/t"), ON_CPU)
     assert argv[:2] == ["--model-path", "/t"]
     assert argv[2:8] == [*launch[:3], "/d", "--y", "/t"]
     assert argv[-2:] == ["--speculative-draft-attention-backend", "intel_amx"]
-    assert "cpu" in argv and "cpu" not in command(
-        launch, Path("/d"), Path("/t"), "cuda"
-    )
-    chain = command(
-        ["--speculative-algorithm", "EAGLE3"], Path("/d"), Path("/t"), "cpu"
-    )
+    assert argv[argv.index("--max-running-requests") + 1] == str(engine.PROMPTS)
+    assert "cpu" in argv
+    assert "cpu" not in command(launch, Path("/d"), Path("/t"), ON_CUDA)
+    launch = ["--speculative-algorithm", "EAGLE3"]
+    chain = command(launch, Path("/d"), Path("/t"), ON_CPU)
     assert "--speculative-draft-attention-backend" not in chain
 
 
@@ -479,7 +480,7 @@ class Trained:
             NEWEST,
             target=self.target,
             serving=serving_of(self.export),
-            device="cpu",
+            setup=ON_CPU,
             vocab_size=drafts.VOCAB,
             serve=serve,
             **more,

@@ -105,6 +105,21 @@ def test_a_run_gives_its_best_checkpoint_and_says_so(
     assert "checkpoint-incomplete" in ran.codes()
 
 
+@pytest.mark.parametrize("inside", ["copy", "probe/copy"])
+def test_an_export_holds_no_other_one(draft: Path, tmp_path: Path, inside: str) -> None:
+    """Its manifest would not list it, and ``verify`` would call it a stranger."""
+    outer = tmp_path / "out"
+    assert spec_export("finalize", draft, "--output", outer, "--no-compare").code == 0
+    place = outer / inside
+    for more in ([], ["--force"]):
+        ran = spec_export("finalize", draft, "--output", place, "--no-compare", *more)
+        assert (ran.code, ran.codes("error")) == (2, ["option-invalid"])
+        assert str(outer) in ran.finding("option-invalid")["message"]
+        assert not place.exists()
+    beside = outer.with_name("out.2")
+    assert spec_export("finalize", draft, "--output", beside, "--no-compare").code == 0
+
+
 def test_force_replaces_and_a_refusal_leaves_the_old_one(
     draft: Path, target: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,29 @@ class Sglang:
     def release(self) -> tuple[int, ...]:
         """Numbers of the version, for comparing: 0.5.4.post2 is (0, 5, 4, 2)."""
         return release_numbers(self.version)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How SGLang is started for a comparison, and what is read of its answers.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``.
+        args: Behind the launch line; ``{prompts}`` is the number of prompts.
+        algorithm_args: More of them, by speculative algorithm.
+        environment: Variables of the process.
+        target_dtype: Of the target in transformers; ``auto`` is that of its file.
+        counted_since: The release since which rounds are counted as here.
+        counts: What ``rounds`` and ``histogram`` are called in an answer.
+    """
+
+    device: str
+    args: tuple[str, ...]
+    algorithm_args: Mapping[str, Sequence[str]]
+    environment: Mapping[str, str]
+    target_dtype: str
+    counted_since: str
+    counts: Mapping[str, str]
 
 
 def release_numbers(version: str) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from spec_export.judge.engine.host import (
     PROCESS,
     TARGET,
     EngineFailed,
+    Setup,
     Sglang,
     ask,
     release_numbers,
@@ -61,9 +62,6 @@ from spec_export.judge.verdict import (
 )
 
 PROMPTS, NEW_TOKENS = 8, 32
-# Rounds are counted in this way since then: run with 0.5.23, read in 0.5.12, 0.5.17
-# and 0.5.20. The last round counts all that it accepted, also beyond the text.
-COUNTED_SINCE = "0.5.12"
 SECONDS = 900.0  # for SGLang, and again for the target
 # Two right float32 computations of a small model end within a hundredth of this.
 EXACT = Tolerance(1e-4, "fixed: float32 on a CPU")
@@ -73,36 +71,6 @@ LOOK = (
     "launch line, the target and the release of SGLang"
 )
 
-# What the engine is started with besides the launch line, by device: small and quiet,
-# and no tokenizer, since prompts are ids.
-COMMON_ARGS = (
-    *("--skip-tokenizer-init", "--log-level", "error"),
-    *("--max-running-requests", str(PROMPTS), "--max-total-tokens", "4096"),
-)
-DEVICE_ARGS: Mapping[str, tuple[str, ...]] = {
-    "cuda": (),
-    # ``intel_amx`` as --attention-backend is replaced on a CPU without AMX; the two
-    # narrower flags are taken as they are.
-    "cpu": (
-        *("--device", "cpu", "--dtype", "float32", "--disable-cuda-graph"),
-        *("--attention-backend", "torch_native"),
-        *("--prefill-attention-backend", "intel_amx"),
-        *("--decode-attention-backend", "intel_amx"),
-        # The pool for layers with a window fails over a Gemma-4 that is text only.
-        "--disable-hybrid-swa-memory",
-    ),
-}
-# Of algorithms whose draft has an attention backend of its own.
-ALGORITHM_ARGS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("cpu", name): ("--speculative-draft-attention-backend", "intel_amx")
-    for name in ("DFLASH", "DSPARK")
-}
-DEVICE_ENVIRONMENT: Mapping[str, dict[str, str]] = {
-    "cuda": {},
-    "cpu": {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-}
-# Of the target in transformers; ``auto`` is the dtype that it is saved in.
-TARGET_DTYPE = {"cuda": "auto", "cpu": "float32"}
 ALGORITHM_FLAG, STEPS_FLAG = "--speculative-algorithm", "--speculative-num-steps"
 DTYPE_FLAG = "--dtype"
 
@@ -117,7 +85,7 @@ def engine_leg(
     *,
     target: Path,
     serving: Mapping[str, Any],
-    device: str,
+    setup: Setup,
     vocab_size: int,
     seconds: float = SECONDS,
     serve: Serve | None = None,
@@ -130,7 +98,7 @@ def engine_leg(
         sglang: Which SGLang.
         target: Folder of the target, with weights.
         serving: ``serving`` of the manifest: launch, min_version, requires_plugin.
-        device: ``cpu`` or ``cuda``.
+        setup: How SGLang is started, and where.
         vocab_size: Of the target.
         seconds: For SGLang, and again for the target in transformers.
         serve: Asks an SGLang that runs already, instead of starting one.
@@ -140,7 +108,8 @@ def engine_leg(
         should have; only other rounds are a failure.
     """
     began = time.monotonic()
-    if (why := cannot(side, sglang, serving, device)) is not None:
+    device = setup.device
+    if (why := cannot(side, sglang, serving, setup)) is not None:
         return replace(not_run("engine", why), sglang=sglang.version)
     launch: list[str] = list(serving["launch"])
     steps = side.proposed or int(launch[launch.index(STEPS_FLAG) + 1])
@@ -148,14 +117,14 @@ def engine_leg(
     doing = f"SGLang {sglang.version} on {device}"
     with TemporaryDirectory(prefix="spec-export-") as work:
         if serve is None:
-            serve = _starting(sglang, device, Path(work), seconds)
+            serve = _starting(sglang, setup, Path(work), seconds)
         try:
-            argv = command(launch, folder, target, device)
+            argv = command(launch, folder, target, setup)
             served = [read_answer(one) for one in serve(argv, prompts)]
             doing = "the target in transformers"
             texts, dtype = look_at_target(
                 *(target, prompts, served, side, steps),
-                *(device, _target_dtype(launch, device), Path(work), seconds),
+                *(device, _target_dtype(launch, setup), Path(work), seconds),
             )
             if device == "cuda" and dtype == "float32":
                 raise EngineFailed(
@@ -204,7 +173,7 @@ def _unsettled(reason: str) -> Finding:
 
 
 def cannot(
-    side: Side, sglang: Sglang, serving: Mapping[str, Any], device: str
+    side: Side, sglang: Sglang, serving: Mapping[str, Any], setup: Setup
 ) -> str | None:
     """Why this SGLang cannot tell anything about this draft; None: it can."""
     known, launch = f"SGLang {sglang.version}", serving.get("launch", ())
@@ -217,18 +186,19 @@ def cannot(
         )
     if side.layers is None:
         return "it is not known which layers' features the draft takes"
-    if device not in sglang.devices:
+    if setup.device not in sglang.devices:
         able = " or ".join(sglang.devices)
         if able:
-            return f"{known} can use {able} in its environment, not {device}"
+            return f"{known} can use {able} in its environment, not {setup.device}"
         return (
             f"{known} can use neither CUDA nor a CPU in its environment: "
             "spec-export doctor says what is missing"
         )
     if sglang.release < release_numbers(serving["min_version"]):
         return f"{known} is installed, the export needs {serving['min_version']}"
-    if sglang.release < release_numbers(COUNTED_SINCE):
-        return f"{known} counts rounds in another way than {COUNTED_SINCE} and later"
+    if sglang.release < release_numbers(setup.counted_since):
+        since = setup.counted_since
+        return f"{known} counts rounds in another way than {since} and later"
     if serving["requires_plugin"] and not sglang.plugin:
         return (
             "the export needs our plug-in, which is not in the environment of "
@@ -262,34 +232,37 @@ def random_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def command(
-    launch: Sequence[str], folder: Path, target: Path, device: str
+    launch: Sequence[str], folder: Path, target: Path, setup: Setup
 ) -> list[str]:
     """The launch line of an export, and what keeps the engine small."""
-    words = {"{draft}": str(folder), "{target}": str(target)}
-    line = [words.get(word, word) for word in launch]
+    words = {
+        "{draft}": str(folder),
+        "{target}": str(target),
+        "{prompts}": str(PROMPTS),
+    }
     algorithm = launch[launch.index(ALGORITHM_FLAG) + 1]
-    more = ALGORITHM_ARGS.get((device, algorithm), ())
-    own = ("--model-path", str(target), *line)
-    return [*own, *COMMON_ARGS, *DEVICE_ARGS[device], *more]
+    more = setup.algorithm_args.get(algorithm, ())
+    line = ("--model-path", "{target}", *launch, *setup.args, *more)
+    return [words.get(word, word) for word in line]
 
 
-def _target_dtype(launch: Sequence[str], device: str) -> str:
+def _target_dtype(launch: Sequence[str], setup: Setup) -> str:
     """The dtype of the target in transformers: that of SGLang's, where it is told."""
-    if device == "cuda" and DTYPE_FLAG in launch:
+    if setup.device == "cuda" and DTYPE_FLAG in launch:
         return launch[launch.index(DTYPE_FLAG) + 1]
-    return TARGET_DTYPE[device]
+    return setup.target_dtype
 
 
-def _starting(sglang: Sglang, device: str, work: Path, seconds: float) -> Serve:
+def _starting(sglang: Sglang, setup: Setup, work: Path, seconds: float) -> Serve:
     def serve(argv: list[str], prompts: list[list[int]]) -> list[Mapping[str, Any]]:
         job = {
             "do": "serve",
             "argv": argv,
             "prompts": prompts,
             "new_tokens": NEW_TOKENS,
+            "counts": dict(setup.counts),
         }
-        environment = DEVICE_ENVIRONMENT[device]
-        answer = ask(sglang.python, PROCESS, job, work, seconds, environment)
+        answer = ask(sglang.python, PROCESS, job, work, seconds, setup.environment)
         found: list[Mapping[str, Any]] = answer["prompts"]
         return found
 

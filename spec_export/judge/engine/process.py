@@ -5,7 +5,8 @@ own processes import it again, so nothing happens at import.
 
 Jobs:
     {"do": "examine"} -> {"version", "devices", "plugin"}
-    {"do": "serve", "argv": [...], "prompts": [[id, ...]], "new_tokens": n}
+    {"do": "serve", "argv": [...], "prompts": [[id, ...]], "new_tokens": n,
+     "counts": {"rounds": name, "histogram": name}}
         -> {"prompts": [{"output_ids", "rounds", "histogram"}]}
         ``argv`` is what stands behind ``python -m sglang.launch_server``.
 """
@@ -22,8 +23,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-# meta_info of a request: rounds, and those in which 0, 1, ... drafts were accepted.
-ROUNDS, HISTOGRAM = "spec_verify_ct", "spec_correct_drafts_histogram"
 PLUGINS = "sglang.srt.plugins"
 
 
@@ -71,15 +70,14 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
         },
     )
     engine.shutdown()
-    return {"prompts": [_counted(output) for output in outputs]}
+    return {"prompts": [_counted(output, job["counts"]) for output in outputs]}
 
 
-def _counted(output: dict[str, Any]) -> dict[str, Any]:
+def _counted(output: dict[str, Any], counts: dict[str, str]) -> dict[str, Any]:
     about = output["meta_info"]
     return {
         "output_ids": list(output["output_ids"]),
-        "rounds": about.get(ROUNDS),
-        "histogram": about.get(HISTOGRAM),
+        **{ours: about.get(name) for ours, name in counts.items()},
     }
 
 
