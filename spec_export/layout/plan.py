@@ -25,7 +25,7 @@ from spec_export.layout.config import build_config
 from spec_export.layout.expressions import evaluate, fields, names
 from spec_export.layout.fit import fit_target
 from spec_export.layout.plan_types import Plan
-from spec_export.layout.releases import newest_known
+from spec_export.layout.releases import instead_of, newest_known
 from spec_export.layout.targets import (
     TargetFacts,
     capture_ids,
@@ -36,12 +36,6 @@ from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import dig, read_variables
 
 PluginChoice = Literal["auto", "never", "always"]
-_FAMILY_HINTS = {
-    "mtp": "train --speculator-type eagle3 or dflash for this target instead: SGLang "
-    "has MTP classes for qwen3_next, qwen3_5_text and qwen3_5_moe_text",
-    "peagle": "train --speculator-type eagle3 or dflash instead",
-    "xpress": "train --speculator-type dflash or dspark instead",
-}
 
 
 def make_plan(
@@ -181,7 +175,7 @@ def _reasons(plan: Plan) -> set[str]:
 
 def _no_family(kind: Any, layers: Any = None) -> Plan:
     """The plan of a draft that nothing serves: only a finding with what to train."""
-    hint = _FAMILY_HINTS.get(str(kind), f"known families: {', '.join(families())}")
+    hint = instead_of(str(kind)) or f"known families: {', '.join(families())}"
     what = f"is {kind!r}" + ("" if layers is None else f" with {layers} layers")
     plan = Plan(template="", architecture="", algorithm="")
     plan.findings.append(

@@ -35,6 +35,12 @@ def float32_loads_as(model_type: str) -> str:
     return next(known, rules["other"])
 
 
+def instead_of(kind: str) -> str | None:
+    """What to train where no class serves a draft of this kind; None: unknown kind."""
+    hints: dict[str, str] = _known()["instead"]
+    return hints.get(kind)
+
+
 def engine_setup(device: str) -> dict[str, Any]:
     """How the comparison starts SGLang on ``cpu`` or ``cuda``, as the data says it.
 

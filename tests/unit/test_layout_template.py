@@ -28,7 +28,7 @@ from spec_export.layout.catalog import (
 from spec_export.layout.data import data_path
 from spec_export.layout.inherit import extend
 from spec_export.layout.proof import patterns_overlap, prove
-from spec_export.layout.releases import newest_known, oldest_known
+from spec_export.layout.releases import instead_of, newest_known, oldest_known
 from spec_export.layout.template import (
     Capture,
     ConfigRule,
@@ -102,6 +102,15 @@ def test_releases_of_the_templates_are_known() -> None:
         for template in templates(kind):
             since = [template.serves.since, *(f.since for f in template.features)]
             assert all(oldest <= Version(v) <= newest for v in since)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "peagle", "xpress"])
+def test_what_to_train_instead_is_served(kind: str) -> None:
+    hint = instead_of(kind) or ""
+    advised = re.match(r"train --speculator-type (\w+) or (\w+) ", hint + " ")
+    assert advised is not None and {*advised.groups()} <= {*families()} - {kind}
+    layers = {name for t in templates(kind) for name in t.serves.layers or []}
+    assert layers == {name for name in re.findall(r"\b\w+\b", hint) if "_" in name}
 
 
 def test_class_lookup() -> None:
