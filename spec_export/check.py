@@ -20,7 +20,7 @@ from spec_export.layout.tensors import ITEM_SIZE, TensorInfo
 from spec_export.layout.variables import read_variables
 
 if TYPE_CHECKING:
-    from spec_export.training.recipe import CallbackConfig
+    from spec_export.training.recipe import CallbackEntry
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CheckResult:
 
 def check_recipe(
     recipe: Path | Sequence[str],
-    settings: CallbackConfig | None = None,
+    exporter: CallbackEntry | None = None,
     *,
     sglang: str | None = None,
     plugin: PluginChoice | None = None,
@@ -53,8 +53,8 @@ def check_recipe(
 
     Args:
         recipe: A recipe file, or the arguments of ``speculators train``.
-        settings: Arguments of the callback; by default those of the recipe file.
-        sglang: Oldest release; the recipe's callback decides when it is None.
+        exporter: The callback; by default the first of ours in the recipe file.
+        sglang: Oldest release; the callback decides when it is None.
         plugin: ``auto``, ``never`` or ``always``; the same.
         allow: Codes accepted by name, besides the recipe's.
         target: Stands in for the recipe's target; config.json is enough.
@@ -68,31 +68,42 @@ def check_recipe(
             is needed and missing.
     """
     from spec_export.training.draft_config import resolve_draft
-    from spec_export.training.recipe import check_output_dir, read_recipe
+    from spec_export.training.recipe import (
+        as_in_recipe,
+        check_output_dir,
+        named_as_in_recipe,
+        read_recipe,
+    )
 
-    if settings is None and isinstance(recipe, Path):
-        settings = next(iter(read_recipe(recipe).exporters), None)
+    if exporter is None and isinstance(recipe, Path):
+        exporter = next(iter(read_recipe(recipe).exporters), None)
+    settings = exporter.config if exporter is not None else None
+    where = exporter.where if exporter is not None else ""
+    check_allow(allow)
+    options = {"sglang": sglang, "plugin": plugin}
+    # What the recipe does not say is no key of it.
+    asked = [n for n, value in options.items() if settings is None or value is not None]
     if settings is not None:
         allow = (*allow, *settings.allow)
         sglang, plugin = sglang or settings.sglang, plugin or settings.plugin
-    check_allow(allow)
     release, findings = parse_release(sglang)
     explicit = open_target(target) if target is not None else None
     draft = resolve_draft(recipe, target)
     if settings is not None:
-        check_output_dir(settings.output_dir, draft.save_path)
+        check_output_dir(settings.output_dir, draft.save_path, where)
     findings += draft.findings
     opened = explicit or resolve_target(draft.verifier, None)[0]
     tensors = expected_source(draft.config)
-    plan = make_plan(
-        draft.config,
-        tensors,
-        facts_of_target(opened),
-        release,
-        plugin=plugin or "auto",
-        allow=allow,
-        dtype=(settings.dtype if settings is not None else None) or "bfloat16",
-    )
+    with named_as_in_recipe(where, asked):
+        plan = make_plan(
+            draft.config,
+            tensors,
+            facts_of_target(opened),
+            release,
+            plugin=plugin or "auto",
+            allow=allow,
+            dtype=(settings.dtype if settings is not None else None) or "bfloat16",
+        )
     findings += _no_effect(draft.speculator_type, draft.flags)
     if settings is None and isinstance(recipe, Path):
         findings.append(
@@ -103,7 +114,7 @@ def check_recipe(
                 "add it beside 'train:', or finalize a checkpoint afterwards",
             )
         )
-    plan.findings = [*findings, *plan.findings]
+    plan.findings = as_in_recipe([*findings, *plan.findings], where, asked)
     return CheckResult(
         plan,
         plan.findings,

@@ -78,6 +78,7 @@ _codes(
     trained_embedding="SGLang replaces the draft's embedding by the target's",
     trained_head="SGLang would replace a trained head by the target's",
     target_differs="the target is not the one the draft was trained with",
+    target_rope_unread="SGLang does not read the target's RoPE in this spelling",
     target_unknown_family="no capture rule is known for this target",
     vocab_map_identity="a token map of zeros maps draft id i to target id i",
     reduced_vocabulary="the serving class has no token map",
@@ -203,6 +204,7 @@ _UNSEEN = frozenset(
         "embedding-scale-rounded",
         "mask-token-is-special",
         "mtp-first-step",
+        "target-rope-unread",
         "target-unknown-family",
     }
 )

@@ -7,8 +7,7 @@ import hashlib
 import mmap
 import os
 import stat
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -153,12 +152,12 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
-def hash_file(path: Path, stop: threading.Event | None = None) -> FileFact:
+def hash_file(path: Path, stop: Callable[[], object] = bool) -> FileFact:
     """Digest and size of a file, read once with little memory.
 
     Args:
         path: The file.
-        stop: Set by another thread, it ends the reading after the block at hand.
+        stop: Whether to end the reading after the block at hand.
 
     Raises:
         OSError: as ``open_regular``, and where it was stopped.
@@ -171,6 +170,6 @@ def hash_file(path: Path, stop: threading.Event | None = None) -> FileFact:
         while count := file.readinto(buffer):  # type: ignore[attr-defined]
             digest.update(buffer[:count])
             size += count
-            if stop is not None and stop.is_set():
+            if stop():
                 raise InterruptedError(errno.EINTR, "it was not read to its end")
     return FileFact(digest.hexdigest(), size)

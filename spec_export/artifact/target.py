@@ -74,7 +74,7 @@ class Target:
         path: Its folder.
         name: Hub id where one is known, else the folder's name; no path.
         revision: The hub's commit, if the folder is a hub snapshot.
-        config: Its config.json.
+        config: Its config.json, with ModelOpt's settings where they are beside it.
         has_weights: Whether safetensors weights are at hand.
         tensors: The tensors that hold the roles, by their own names.
         findings: What is wrong with files that are not needed.
@@ -82,7 +82,7 @@ class Target:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path = path
-        self.config = read_json(path / "config.json")
+        self.config = _with_modelopt(read_json(path / "config.json"), path)
         snapshot = path.parent.name == "snapshots"
         self.revision = path.name if snapshot else None
         self.name = name or (_cached_id(path) if snapshot else None) or path.name
@@ -375,6 +375,24 @@ def _file_of_each(folder: Path) -> dict[str, str]:
     if (folder / SINGLE).is_file():
         return dict.fromkeys(read_header(folder / SINGLE).tensors, SINGLE)
     return {}
+
+
+def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A configuration as SGLang completes it (configs/model_config.py).
+
+    ModelOpt may leave its settings in a file of their own, which SGLang reads where
+    config.json has none; ``quant_algo: null`` says that nothing is quantised.
+    """
+    path = folder / "hf_quant_config.json"
+    if "quantization_config" in {**config, **language_model(config)}:
+        return config
+    if not path.is_file():
+        return config
+    found = read_json(path)
+    settings = found.get("quantization", found)
+    if not isinstance(settings, dict) or not settings.get("quant_algo"):
+        return config
+    return {**config, "quantization_config": settings}
 
 
 def _packed_siblings(name: str, names: dict[str, str]) -> list[str]:

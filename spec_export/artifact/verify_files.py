@@ -18,6 +18,7 @@ from spec_export.artifact.manifest import (
     Manifest,
     canonical_json,
 )
+from spec_export.artifact.signals import undisturbed
 from spec_export.artifact.weights import INDEX, read_index, stays_inside
 from spec_export.findings import Finding, SpecExportError, error
 
@@ -126,19 +127,20 @@ def _wrong_size(path: Path, name: str, size: int) -> Finding | None:
 
 def _facts(folder: Path, names: list[str]) -> list[FileFact | OSError]:
     """Digest and size of each file, or why it cannot be read."""
-    stop = threading.Event()
+    failed = threading.Event()
 
     def fact(name: str) -> FileFact | OSError:
         try:
-            return hash_file(folder / name, stop)
+            # A signal waits for no file's end.
+            return hash_file(folder / name, lambda: raised or failed.is_set())
         except OSError as problem:
             return problem
 
-    with ThreadPoolExecutor(_READERS) as readers:
+    with undisturbed() as raised, ThreadPoolExecutor(_READERS) as readers:
         try:
             return list(readers.map(fact, names))
         finally:
-            stop.set()  # a signal waits for no file's end
+            failed.set()
 
 
 def _wrong_bytes(name: str, fact: FileFact | OSError, sha256: str) -> Finding | None:

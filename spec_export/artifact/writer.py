@@ -23,6 +23,7 @@ import numpy as np
 from spec_export.artifact.blocks import as_bytes, iter_blocks
 from spec_export.artifact.disk import FileFact, disk_errors, write_file
 from spec_export.artifact.header import MAX_HEADER_BYTES
+from spec_export.artifact.signals import undisturbed
 from spec_export.artifact.weights import INDEX, SINGLE
 from spec_export.findings import usage_error
 from spec_export.layout.tensors import ITEM_SIZE
@@ -109,9 +110,12 @@ def write_safetensors(
     with (
         disk_errors(path),
         path.open("wb", buffering=0) as file,
+        undisturbed() as raised,
         ThreadPoolExecutor(1, "spec-export-hash") as hasher,
     ):
         for piece in stream():
+            if raised:
+                raise raised[0]
             hashed = hasher.submit(digest.update, piece)
             try:
                 rest = piece

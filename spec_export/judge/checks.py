@@ -130,7 +130,15 @@ def config_of(target: Path | None) -> dict[str, Any] | None:
     if target is None or not (target / "config.json").is_file():
         return None
     found = json.loads((target / "config.json").read_text())
-    return found if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return None
+    beside = target / "hf_quant_config.json"  # where ModelOpt may say what it did
+    if beside.is_file():
+        said = json.loads(beside.read_text())
+        said = said.get("quantization", said) if isinstance(said, dict) else None
+        if isinstance(said, dict) and said.get("quant_algo"):
+            found.setdefault("quantization_config", said)
+    return found
 
 
 def launch_problems(

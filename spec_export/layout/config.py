@@ -14,6 +14,7 @@ from spec_export.findings import Finding, error
 from spec_export.layout.expressions import evaluate
 from spec_export.layout.plan_types import ConfigChange
 from spec_export.layout.rope import RopeError, write_rope
+from spec_export.layout.target_rope import older_defaults, older_rope
 from spec_export.layout.template import ConfigRule, Template
 from spec_export.layout.variables import dig
 
@@ -98,22 +99,12 @@ def _target(
     for config in (target, target.get("text_config") or {}):
         config.pop("quantization_config", None)
         config.update({key: dtype for key in _DTYPE_KEYS if key in config})
-        config.update(_older_rope(config.get("rope_parameters")))
+        older = older_rope(config.get("rope_parameters"))
+        config.update(older)
+        # Both would be right, but the class fails on some types in the newer form.
+        if "rope_scaling" in older and older_defaults(target) is not None:
+            del config["rope_parameters"]
     return target
-
-
-def _older_rope(rope: Any) -> dict[str, Any]:
-    """The spelling that SGLang's own configuration classes read, of transformers 5's.
-
-    ``Qwen3NextConfig`` reads nothing else, so its target's RoPE base would be 10000.
-    """
-    if not isinstance(rope, Mapping):
-        return {}
-    beside = ("rope_theta", "partial_rotary_factor")
-    out = {key: rope[key] for key in beside if rope.get(key) is not None}
-    if rope.get("rope_type", "default") != "default":
-        out["rope_scaling"] = {k: v for k, v in rope.items() if k not in beside}
-    return out
 
 
 _Function = Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]]

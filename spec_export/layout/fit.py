@@ -8,6 +8,7 @@ from typing import Any
 from spec_export.findings import error, warning
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.served_dtype import dtype_flag
+from spec_export.layout.target_rope import unread_rope
 from spec_export.layout.targets import TargetFacts, context_length
 
 
@@ -16,7 +17,7 @@ def fit_target(
     values: Mapping[str, Any],
     plan: Plan,
 ) -> None:
-    """Hold a draft's sizes, context and dtype against its target's.
+    """Hold a draft's sizes, context and dtype against its target's, and that itself.
 
     Args:
         target: The one it was trained with.
@@ -57,4 +58,4 @@ def fit_target(
         )
     argv, problems = dtype_flag(plan.config, target.config)
     plan.launch += argv
-    plan.findings += problems
+    plan.findings += [*problems, *unread_rope(target.config)]

@@ -35,6 +35,7 @@ class Landing:
             the last one stays.
         dropped: Tensor that no parameter takes -> what it would mean.
         late: Tensor that this release drops -> the first one that takes it.
+        lost: The parameters that those would set.
         bundled: Tensor that holds the parameters of all experts -> its shape.
     """
 
@@ -42,6 +43,7 @@ class Landing:
     landed: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     late: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     bundled: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -90,6 +92,7 @@ def land(
         late = late or next((newer[part] for part in parts if part in newer), None)
         if special is None and late is not None:
             result.late[name] = late
+            result.lost.update(parts)
         elif any(part not in result.wanted for part in parts):
             result.dropped[name] = meant
         else:

@@ -15,12 +15,13 @@ from typing import Any
 
 from packaging.version import Version
 
-from spec_export.findings import Finding, Severity, error, finding, info, warning
+from spec_export.findings import Finding, error, info, warning
+from spec_export.layout.conditions import holds, refused
 from spec_export.layout.config import flatten
-from spec_export.layout.expressions import ExpressionError, evaluate, names
+from spec_export.layout.expressions import ExpressionError
 from spec_export.layout.landing import Landing, land
 from spec_export.layout.targets import language_model
-from spec_export.layout.template import Loader, Template
+from spec_export.layout.template import Feature, Loader, Template
 from spec_export.layout.tensors import TensorInfo
 from spec_export.layout.variables import read_variables
 
@@ -67,23 +68,18 @@ def check_folder(
             ),
         ]
     values |= {"layer_ids": [], "default_layer_ids": default_layer_ids}
-    for item in loader.refuse:
-        if not names(item.when) - set(values) and evaluate(item.when, values):
-            findings.append(
-                finding(
-                    Severity(item.severity),
-                    item.code,
-                    item.subject,
-                    item.message.format_map(values),
-                    item.hint.format_map(values),
-                )
-            )
-    late = [*_too_old(template, values, release), *_flags(template, values, release)]
+    findings += refused(loader.refuse, values)
+    lacking = _lacking(template, values, release)
+    late = _too_old(template, values, release, lacking)
+    late += _flags(template, values, release)
     findings += [replace(f, subject=_key_of(f.subject, config)) for f in late]
     try:
         found = land(template, values, tensors, release)
     except (ExpressionError, KeyError, ValueError):
         return findings  # a size is missing; it has its own finding
+    # Names that a missing feature takes away are no news beside it.
+    told = {feature.since for feature in lacking}
+    found.late = {n: since for n, since in found.late.items() if since not in told}
     return findings + _names(template, found, tensors, release)
 
 
@@ -109,10 +105,24 @@ def _as_in_folder(name: str, loader: Loader, tensors: Iterable[str]) -> str:
     return name
 
 
-def _too_old(
+def _lacking(
     template: Template, values: Mapping[str, Any], release: Version
-) -> list[Finding]:
+) -> list[Feature]:
+    """What the folder needs and the release does not have."""
     assert template.loader is not None
+    return [
+        feature
+        for feature in [*template.features, *template.loader.features]
+        if Version(feature.since) > release and holds(feature.when, values)
+    ]
+
+
+def _too_old(
+    template: Template,
+    values: Mapping[str, Any],
+    release: Version,
+    lacking: Iterable[Feature],
+) -> list[Finding]:
     out = []
     since = template.serves.since
     if Version(since) > release:
@@ -122,26 +132,25 @@ def _too_old(
                 "architectures",
                 f"{template.serves.architecture} reads this layout since {since}, "
                 f"{release} was asked for",
-                f"serve it with SGLang {since} or newer",
+                serve_with(since),
             )
         )
-    for feature in [*template.features, *template.loader.features]:
-        known = not names(feature.when) - set(values)
-        if (
-            known
-            and evaluate(feature.when, values)
-            and Version(feature.since) > release
-        ):
-            out.append(
-                error(
-                    "release-too-old",
-                    feature.subject,
-                    f"needs SGLang >= {feature.since}, {release} was asked for: "
-                    f"{feature.why.format_map(values)}",
-                    f"serve it with SGLang {feature.since} or newer",
-                )
+    for feature in lacking:
+        out.append(
+            error(
+                "release-too-old",
+                feature.subject,
+                f"needs SGLang >= {feature.since}, {release} was asked for: "
+                f"{feature.why.format_map(values)}",
+                serve_with(feature.since),
             )
+        )
     return out
+
+
+def serve_with(since: str) -> str:
+    """What to do about a folder that needs a release."""
+    return f"serve it with SGLang {since} or newer"
 
 
 def _flags(
@@ -159,8 +168,7 @@ def _flags(
         if flag.code is not None
         and flag.before is not None
         and Version(flag.before) > release
-        and not names(flag.when) - set(values)
-        and evaluate(flag.when, values)
+        and holds(flag.when, values)
     ]
 
 
@@ -179,8 +187,7 @@ def _names(
                 "name-dropped",
                 name,
                 f"SGLang {release} drops this name silently; it loads since {since}",
-                f"serve it with SGLang {since} or newer, or export it again "
-                f"with --sglang {release}",
+                f"{serve_with(since)}, or export it again with --sglang {release}",
             )
         )
     becomes = "drops it silently"
@@ -235,7 +242,7 @@ def _names(
     for name, shapes in wanted_shapes.items():
         whole = found.bundled.get(name)
         findings += _shape(name, tensors[name], shapes, whole)
-    for name, more in _told(found.unset):
+    for name, more in _told(n for n in found.unset if n not in found.lost):
         findings.append(
             error(
                 "tensor-missing",

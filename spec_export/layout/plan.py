@@ -13,7 +13,6 @@ from spec_export.findings import (
     Severity,
     apply_allow,
     error,
-    finding,
     has_errors,
     info,
     usage_error,
@@ -21,8 +20,9 @@ from spec_export.findings import (
 )
 from spec_export.layout.accounting import account
 from spec_export.layout.catalog import families, templates
+from spec_export.layout.conditions import holds, refused
 from spec_export.layout.config import build_config
-from spec_export.layout.expressions import evaluate, fields, names
+from spec_export.layout.expressions import fields, names
 from spec_export.layout.fit import fit_target
 from spec_export.layout.plan_types import Plan
 from spec_export.layout.releases import instead_of, newest_known
@@ -229,7 +229,7 @@ def plan_with(
     plan.placements, plan.fates = accounts.placements, accounts.fates
     plan.from_target, plan.nonzero = accounts.from_target, accounts.nonzero
     plan.findings += accounts.findings
-    _conditions(template, values, plan)
+    plan.findings += refused(template.refuse, values)
     _features(template, values, release, plan, demands)
     _flags(template, values, release, plan, demands)
     plan.config, plan.config_changes, problems = build_config(
@@ -296,34 +296,6 @@ def _capture(
         demands.append((captured.min_version, captured.reason))
 
 
-def _holds(
-    expr: str | int | bool, values: Mapping[str, Any], *texts: str | None
-) -> bool:
-    """A condition; one over a value that could not be read does not hold.
-
-    Args:
-        expr: The condition.
-        values: Variables.
-        texts: What will be said if it holds; its values have to be readable too.
-    """
-    needed = names(expr).union(*(fields(text or "") for text in texts))
-    return not needed - set(values) and bool(evaluate(expr, values))
-
-
-def _conditions(template: Template, values: Mapping[str, Any], plan: Plan) -> None:
-    for item in template.refuse:
-        if _holds(item.when, values, item.message, item.hint):
-            plan.findings.append(
-                finding(
-                    Severity(item.severity),
-                    item.code,
-                    item.subject,
-                    item.message.format_map(values),
-                    item.hint.format_map(values),
-                )
-            )
-
-
 def _features(
     template: Template,
     values: Mapping[str, Any],
@@ -342,7 +314,7 @@ def _features(
             )
         )
     for feature in template.features:
-        if not _holds(feature.when, values, feature.why):
+        if not holds(feature.when, values, feature.why):
             continue
         why = feature.why.format_map(values)
         demands.append((feature.since, feature.name))
@@ -370,7 +342,7 @@ def _flags(
     for flag in template.flags:
         if flag.before is not None and oldest >= Version(flag.before):
             continue  # no release that can serve this draft needs it
-        if not _holds(flag.when, values, *flag.argv, flag.message, flag.note):
+        if not holds(flag.when, values, *flag.argv, flag.message, flag.note):
             continue
         if flag.before is not None and release >= Version(flag.before):
             # The launch line is for this release on; who runs an older one reads it.

@@ -41,6 +41,8 @@ class TargetClass(BaseModel):
             the embedding times the square root of its value. None: as it is stored.
         bare_tied_head: Where the head is tied it is a plain module, which DSPARK and
             DFlash2 cannot project through.
+        older_rope: For a configuration class that reads only the older spelling of
+            RoPE: what it takes where that is not there (``target_rope``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -55,6 +57,7 @@ class TargetClass(BaseModel):
     note: str | None = None
     scaled_by_root_of: str | None = None
     bare_tied_head: bool = False
+    older_rope: dict[str, float] | None = None
 
 
 @dataclass(frozen=True)

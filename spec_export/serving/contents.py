@@ -14,6 +14,7 @@ from spec_export.findings import Finding, error, warning
 from spec_export.layout.catalog import template_of_class
 from spec_export.layout.loader import check_folder, text_part
 from spec_export.layout.served_dtype import dtype_flag
+from spec_export.layout.target_rope import unread_rope
 from spec_export.layout.targets import context_length, target_classes
 from spec_export.layout.variables import dig
 
@@ -66,6 +67,7 @@ def contents_findings(
     if target is not None:
         findings += _fit(text_part(config), target)
         findings += dtype_flag(config, target.config)[1]
+        findings += unread_rope(target.config)
     return findings
 
 

@@ -98,7 +98,8 @@ def verify(
         try:
             from spec_export.serving.contents import contents_findings
 
-            findings += contents_findings(folder, target, release)
+            found = contents_findings(folder, target, release)
+            findings = [f for f in findings if not _sharper(f, found)] + found
         except SpecExportError as problem:
             if not has_errors(findings):
                 raise
@@ -113,6 +114,14 @@ def verify(
         (leg.verdict if leg is not None else None) or "not run",
         apply_allow(findings, allow),
         manifest,
+    )
+
+
+def _sharper(finding: Finding, found: list[Finding]) -> bool:
+    """Whether the folder itself says what needs the release that the manifest names."""
+    return finding.code == "release-too-old" and any(
+        f.code == finding.code and (finding.hint or "").startswith(f.hint or "?")
+        for f in found
     )
 
 
@@ -231,6 +240,8 @@ def release_findings(manifest: Manifest, release: Version) -> list[Finding]:
     """Whether a release serves an export, and with what."""
     from packaging.version import Version
 
+    from spec_export.layout.loader import serve_with
+
     serving = manifest.serving
     out = []
     try:
@@ -250,8 +261,8 @@ def release_findings(manifest: Manifest, release: Version) -> list[Finding]:
                 "serving.min_version",
                 f"the export needs SGLang >= {serving.min_version} "
                 f"({'; '.join(serving.reasons)}), {release} was asked for",
-                f"serve it with {serving.min_version} or newer, or export it again "
-                f"with --sglang {release}",
+                f"{serve_with(serving.min_version)}, or export it again with --sglang "
+                f"{release}",
             )
         )
     if serving.requires_plugin:

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import nn
 
-from spec_export.artifact.publish import point_link, settle, step_name
+from spec_export.artifact.publish import point_link, retain, settle, step_name
 from spec_export.artifact.resolve import resolve_target
 from spec_export.artifact.roles import Known
 from spec_export.artifact.runs import state_path
+from spec_export.artifact.signals import undisturbed
 from spec_export.artifact.target import Target
 from spec_export.export import (
     ExportOptions,
@@ -38,7 +39,13 @@ from spec_export.training.compare import (
 from spec_export.training.hook import INTERRUPTIONS, TrainingEvent
 from spec_export.training.problems import Problems, as_findings, as_state
 from spec_export.training.ranks import agreed, on_rank0, settled, shared
-from spec_export.training.recipe import EverySteps, check_output_dir, parse_init_args
+from spec_export.training.recipe import (
+    EverySteps,
+    as_in_recipe,
+    check_output_dir,
+    named_as_in_recipe,
+    parse_init_args,
+)
 from spec_export.training.snapshot import (
     RunMemory,
     Snapshot,
@@ -55,8 +62,9 @@ logger = logging.getLogger(__name__)
 _SAVES = frozenset({"epoch", "mid-epoch", "best", "interrupted"})
 # Far below the timeout of a process group (10 minutes for NCCL): other ranks wait.
 FLUSH_SECONDS = 300.0
-# speculators ends the process 120 s after a signal, its own save included.
-INTERRUPTED_SECONDS = 60.0
+# speculators ends the process 120 s after a signal, its own save included; what is
+# left is for the snapshot.
+INTERRUPTED_SECONDS = 90.0
 KEPT_RESULTS = 16
 
 
@@ -64,7 +72,8 @@ KEPT_RESULTS = 16
 class _Run:
     """What the exporter knows once training has started.
 
-    ``folders``, ``memory.failed`` and ``known`` are the worker's.
+    ``folders``, ``memory.failed`` and ``known`` are the worker's; what was trained
+    beyond ``first_step`` is exported at the end.
     """
 
     memory: RunMemory | None
@@ -75,7 +84,8 @@ class _Run:
     exported_step: int | None = None  # or tried to
     handed_over: int | None = None  # the last step that the worker was given
     cast_seconds: float | None = None
-    best_step: int = -1  # NaN is never the best
+    best_step: int = -1
+    best_loss: float = math.inf
     folders: dict[int, Path] = field(default_factory=dict)
     buffer: HostBuffer = field(default_factory=HostBuffer)
     known: Known = field(default_factory=Known)
@@ -128,10 +138,14 @@ class SGLangExport:
             return
         run = self._run
         assert run is not None
-        if event.reason == "best" and _is_finite(event):
-            run.best_step = event.global_step
+        if event.reason == "best":
+            # After a NaN the trainer takes any loss for the best.
+            loss = (event.metrics or {}).get("loss_epoch", math.nan)
+            if math.isfinite(loss) and loss < run.best_loss:
+                run.best_step, run.best_loss = event.global_step, loss
         if event.reason == "interrupted":
-            run.deadline = time.monotonic() + INTERRUPTED_SECONDS
+            began = time.monotonic() if event.began is None else event.began
+            run.deadline = began + INTERRUPTED_SECONDS
         due = self._is_due(event)
         if event.reason == "interrupted":
             # A signal finds each rank at another place; rank 0 knows what it has done.
@@ -139,7 +153,8 @@ class SGLangExport:
         if due:
             self._export(event)
         if event.reason == "best" and run.memory is not None:
-            self._worker.submit(lambda: self._guarded(event, self._link_best))
+            with undisturbed():
+                self._worker.submit(lambda: self._guarded(event, self._link_best))
         if event.reason == "interrupted" or (
             event.reason == "end" and not event.interrupted
         ):
@@ -159,6 +174,8 @@ class SGLangExport:
         self._run = on_rank0(lambda: self._plan(event, values))
         if self._run is None:  # another rank plans; this one only takes part
             self._run = _Run(None, None, event.global_step, self.config.output_dir)
+        run = self._run
+        run.first_step, run.best_loss = shared((run.first_step, run.best_loss))
 
     def _plan(self, event: TrainingEvent, values: dict[str, Any]) -> _Run:
         """Refuse a draft that cannot be served, before anything is trained."""
@@ -168,15 +185,22 @@ class SGLangExport:
         snapshot = take_snapshot(event, values, record, self.config.dtype)
         name = _target_name(snapshot.config)
         target, findings = resolve_target(name, None)
-        plan = plan_source(snapshot, target, self._options())
-        self.findings = [*findings, *plan.findings]
+        with named_as_in_recipe("init_args"):
+            plan = plan_source(snapshot, target, self._options())
+        self.findings = as_in_recipe([*findings, *plan.findings], "init_args")
         if has_errors(self.findings):
             raise SpecExportError(self.findings)
         for one in self.findings:
             if one.severity is Severity.WARNING:
                 logger.warning("[spec-export] %s: %s", one.subject, one.message)
+        if memory.exported is None:
+            memory.exported = event.global_step
         memory.save(state_file)
         run = _Run(memory, target, event.global_step, state_file)
+        # An earlier process may have ended before its last export did.
+        run.first_step = min(run.first_step, memory.exported)
+        run.best_step = self._problems.take_over(memory.failed, event.global_step)
+        run.best_loss = memory.best_loss
         if self.config.compare.on == "checkpoint":
             run.skeleton = empty_draft(snapshot.config)
         return run
@@ -190,7 +214,8 @@ class SGLangExport:
             trained = event.global_step > self._run.first_step
             return trained and every != "best" and not event.interrupted
         if every == "best":
-            return event.reason == "best" and _is_finite(event)
+            is_best = self._run.best_step == event.global_step
+            return event.reason == "best" and is_best
         if isinstance(every, EverySteps):
             if event.reason == "step":
                 return event.global_step % every.steps == 0
@@ -254,7 +279,8 @@ class SGLangExport:
             why = "it was skipped: the one before it was still being written"
             skipped = error("export-error", step_name(event.global_step), why)
             self._problems.note(event.global_step, skipped.message)
-            logger.warning("[spec-export] step %d: %s", event.global_step, why)
+            with undisturbed():  # logging would keep what a signal raises to itself
+                logger.warning("[spec-export] step %d: %s", event.global_step, why)
             return False
         if not self._worker.wait(self._seconds()):
             raise self._late()
@@ -277,7 +303,6 @@ class SGLangExport:
         """The part of an export that holds the training up."""
         run = self._run
         assert run is not None and run.memory is not None
-        known = len(run.memory.moved)
         record = make_record(event, run.memory, values, self.recipe, self.recipe_digest)
         snapshot = take_snapshot(event, values, record, self.config.dtype, run.buffer)
         judge = None
@@ -292,13 +317,13 @@ class SGLangExport:
                 self.config,
                 lambda: run.deadline is not None,
             )
-        news = len(run.memory.moved) > known
 
         def write() -> None:
-            self._guarded(event, lambda: self._write(event, snapshot, judge, news))
+            self._guarded(event, lambda: self._write(event, snapshot, judge))
 
-        self._worker.submit(write)
-        run.handed_over = event.global_step
+        with undisturbed():
+            self._worker.submit(write)
+            run.handed_over, self._given_up = event.global_step, False
         if not self.config.background and event.reason != "interrupted":
             self._worker.wait()
             self._raise_earlier()
@@ -307,6 +332,7 @@ class SGLangExport:
         """Wait for what is being written, within bounds."""
         if not self._worker.wait(self._seconds()):
             raise self._late()
+        self._remember()
         self._raise_earlier()
 
     def _late(self) -> SpecExportError:
@@ -343,33 +369,43 @@ class SGLangExport:
     def _failed(self, event: TrainingEvent, problem: Exception) -> None:
         """Say it in the log, for the next manifest and for ``finalize``."""
         self._problems.note(event.global_step, f"{type(problem).__name__}: {problem}")
-        logger.error(
-            "[spec-export] the export of step %d failed and training goes on: %s",
-            event.global_step,
-            problem,
-            exc_info=not isinstance(problem, SpecExportError),
-        )
+        with undisturbed():
+            logger.error(
+                "[spec-export] the export of step %d failed and training goes on: %s",
+                event.global_step,
+                problem,
+                exc_info=not isinstance(problem, SpecExportError),
+            )
+        self._remember()
+
+    def _remember(self) -> None:
+        """Keep in the state file what failed and was not made good, and the best.
+
+        A full disk has no room for that either: it is tried again.
+        """
         run = self._run
         if run is None or run.memory is None:
             return
-        with contextlib.suppress(SpecExportError, OSError):  # the disk may be full
-            self._remember(run, run.memory)
+        notes = self._problems.open(run.best_step)
+        run.memory.failed = as_state(notes, run.best_step)
+        run.memory.best_loss = run.best_loss
+        with contextlib.suppress(SpecExportError, OSError):
+            run.memory.save(run.state_file)
 
-    def _remember(self, run: _Run, memory: RunMemory) -> None:
-        """Keep in the state file what failed and was not made good."""
-        failed = as_state(self._problems.open(run.best_step), run.best_step)
-        if failed != memory.failed:
-            memory.failed = failed
-            memory.save(run.state_file)
+    def _best(self, run: _Run, memory: RunMemory) -> Path | None:
+        """The export of the best weights, else of the best that were exported."""
+        if (folder := run.folders.get(run.best_step)) is not None:
+            memory.best = folder.name
+        folder = self.config.output_dir / (memory.best or "")
+        return folder if memory.best and folder.is_dir() else None
 
     def _write(
-        self, event: TrainingEvent, snapshot: Snapshot, judge: Judge | None, news: bool
+        self, event: TrainingEvent, snapshot: Snapshot, judge: Judge | None
     ) -> None:
         """Everything that need not hold the training up."""
         run = self._run
         assert run is not None and run.memory is not None
-        if news:
-            run.memory.save(run.state_file)
+        self._remember()  # what has moved
         run.known.start(snapshot.versions)
         output_dir, step = self.config.output_dir, event.global_step
         told = [n for n in self._problems.open(run.best_step) if n.step != step]
@@ -389,12 +425,13 @@ class SGLangExport:
         settle(
             output_dir,
             result.folder,
-            best=run.folders.get(run.best_step),
+            best=self._best(run, run.memory),
             keep_last=self.config.keep_last,
             run_id=run.memory.run_id,
         )
         self._problems.made_good(told, step)
-        self._remember(run, run.memory)
+        run.memory.exported = step
+        self._remember()
         leg = result.manifest.comparison.get("layout")
         verdict = "not run" if leg is None else leg.verdict
         logger.info(
@@ -403,12 +440,12 @@ class SGLangExport:
 
     def _link_best(self) -> None:
         """Let ``best`` name the export of the best weights, once there is one."""
-        run = self._run
+        run, output_dir = self._run, self.config.output_dir
         assert run is not None and run.memory is not None
-        folder = run.folders.get(run.best_step)
-        if folder is not None:
-            point_link(self.config.output_dir / "best", folder.name)
-        self._remember(run, run.memory)  # what failed may be the best now, or not
+        if (folder := self._best(run, run.memory)) is not None:
+            point_link(output_dir / "best", folder.name)
+            retain(output_dir, self.config.keep_last, run.memory.run_id, folder)
+        self._remember()  # what failed may be the best now, or not
 
     def _options(self) -> ExportOptions:
         return ExportOptions(
@@ -418,10 +455,6 @@ class SGLangExport:
             dtype=self.config.dtype,
             max_shard_size=self.config.max_shard_size,
         )
-
-
-def _is_finite(event: TrainingEvent) -> bool:
-    return math.isfinite((event.metrics or {}).get("loss_epoch", math.nan))
 
 
 def _target_name(config: dict[str, Any]) -> str | None:

@@ -25,6 +25,7 @@ from speculators.train.config import TrainConfig, resolution
 from speculators.utils.loading import is_config_only_dir
 from transformers import PretrainedConfig
 
+from spec_export.artifact.signals import undisturbed
 from spec_export.findings import (
     Finding,
     SpecExportError,
@@ -156,7 +157,10 @@ def checkpoint_config(config: PretrainedConfig, dtype: str) -> dict[str, Any]:
     Returns:
         The content without ``auto_map``, which only names speculators' own file.
     """
-    content = json.loads(config.to_json_string())
+    # pydantic makes an error of its own of whatever is raised in it: a signal would get
+    # lost, and the training would go on.
+    with undisturbed():
+        content = json.loads(config.to_json_string())
     model_class = _model_class(content["speculators_model_type"])
     content["architectures"] = [model_class.__name__]
     content["dtype"] = dtype

@@ -19,6 +19,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrainingEvent:
         metrics: Validation metrics of these weights; None where the trainer has
             not validated them.
         interrupted: At ``end``: whether a signal ended the training.
+        began: At ``interrupted``: when the trainer began that save, on the monotonic
+            clock; it ends the process 120 s later.
         gathered: At the save of a sharded model the full tensors that the trainer
             gathered for it, on rank 0 (the other ranks have an empty mapping);
             None where it gathered nothing.
@@ -86,6 +89,7 @@ class TrainingEvent:
     path: Path | None = None
     metrics: dict[str, float] | None = None
     interrupted: bool = False
+    began: float | None = None
     gathered: Mapping[str, Any] | None = None
     batch: Batch | None = None
 
@@ -274,6 +278,7 @@ class _Hook:
             epoch: int | str, local_step: int = 0, *args: Any, **kwargs: Any
         ) -> Any:
             self.state.saved, self.state.gathered = False, None
+            began = time.monotonic()
             result = save(epoch, local_step, *args, **kwargs)
             if not isinstance(epoch, int):
                 self.state.interrupted = True
@@ -283,7 +288,7 @@ class _Hook:
                 if isinstance(epoch, int):
                     self._emit(reason, epoch=epoch, local_step=local_step, path=path)
                 else:
-                    self._emit("interrupted", path=path)
+                    self._emit("interrupted", path=path, began=began)
             return result
 
         return maybe_save_checkpoint

@@ -12,7 +12,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,7 +25,7 @@ from spec_export.findings import (
     has_errors,
     usage_error,
 )
-from spec_export.training.attach import close_all
+from spec_export.training.attach import close_all, require_apart
 from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime, has_accelerator
 from spec_export.training.hook import TrainingCallback, fan_out, hook_trainer
@@ -34,7 +33,6 @@ from spec_export.training.launchers import join_launcher
 from spec_export.training.recipe import (
     CallbackEntry,
     Recipe,
-    check_output_dir,
     config_path,
     read_recipe,
 )
@@ -70,7 +68,7 @@ def _train(argv: list[str]) -> None:
     callbacks = make_callbacks(recipe, config.dump_yaml())
     if not callbacks:
         _say("spec-export: the recipe has no callbacks, so nothing will be exported")
-    _require_servable(argv, recipe, Path(config.trainer.save_path))
+    _require_servable(argv, recipe)
     with contextlib.ExitStack() as stack:
         trainer_class = speculators_cli.Trainer
         if not has_accelerator():
@@ -90,10 +88,12 @@ def make_callbacks(recipe: Recipe | None, run_yaml: str) -> list[TrainingCallbac
 
     Raises:
         SpecExportError: exit 2 ``callback-argument`` if somebody else's callback
-            does not take its arguments.
+            does not take its arguments, or two of ours have one output_dir.
     """
     entries = recipe.callbacks if recipe is not None else ()
-    return [_make_callback(entry, run_yaml) for entry in entries]
+    callbacks = [_make_callback(entry, run_yaml) for entry in entries]
+    require_apart(callbacks)
+    return callbacks
 
 
 def _make_callback(entry: CallbackEntry, run_yaml: str) -> TrainingCallback:
@@ -115,16 +115,10 @@ def _make_callback(entry: CallbackEntry, run_yaml: str) -> TrainingCallback:
     return callback
 
 
-def _require_servable(argv: list[str], recipe: Recipe | None, save_path: Path) -> None:
+def _require_servable(argv: list[str], recipe: Recipe | None) -> None:
     """Stop before a model is built if its exports could not be served."""
-    for settings in recipe.exporters if recipe is not None else ():
-        check_output_dir(settings.output_dir, save_path)
-        result = check_recipe(
-            argv,
-            sglang=settings.sglang,
-            plugin=settings.plugin,
-            allow=settings.allow,
-        )
+    for exporter in recipe.exporters if recipe is not None else ():
+        result = check_recipe(argv, exporter)
         if has_errors(result.findings):
             raise SpecExportError(result.findings)
 

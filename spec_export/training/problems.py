@@ -64,6 +64,22 @@ class Problems:
             self._unraised.clear()
             return found
 
+    def take_over(self, failed: list[dict[str, Any]], step: int) -> int:
+        """Go on with what ``as_state`` of an earlier process says.
+
+        Args:
+            failed: It.
+            step: Where the training is; steps beyond it are counted anew (as after
+                ``--save-best``), and later ones of the same number are others.
+
+        Returns:
+            The step of the best weights if their export failed, else -1.
+        """
+        for one in failed:
+            self.note(one["step"], one["message"])
+        best = [f["step"] for f in failed if f["best"] and f["step"] <= step]
+        return max(best, default=-1)
+
     def note(self, step: int, message: str) -> None:
         """Something that the next manifest and ``finalize`` have to say."""
         with self._lock:
@@ -106,7 +122,8 @@ def as_findings(notes: list[Note]) -> list[Finding]:
 
 def as_state(notes: list[Note], best_step: int) -> list[dict[str, Any]]:
     """The same for the state file, which ``finalize`` reads."""
+    newest = {note.step: note.message for note in notes}
     return [
-        {"step": n.step, "message": n.message, "best": n.step == best_step}
-        for n in notes
+        {"step": step, "message": message, "best": step == best_step}
+        for step, message in newest.items()
     ]

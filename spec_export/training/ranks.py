@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from spec_export.artifact.signals import undisturbed
 from spec_export.findings import Finding, SpecExportError
 from spec_export.training.hook import INTERRUPTIONS
 
@@ -52,7 +50,7 @@ def shared(value: T) -> T:
     ):
         return value
     held = [value]
-    with _undisturbed():
+    with undisturbed():  # a broadcast is several collectives
         dist.broadcast_object_list(held, src=0)
     return held[0]
 
@@ -94,7 +92,7 @@ def _told(act: Callable[[], T], of: Callable[[T], Any]) -> tuple[T | None, Any]:
         # Also of a signal: the others wait here, and hear of theirs only afterwards.
         interrupted = isinstance(problem, INTERRUPTIONS)
         told[0] = _INTERRUPTED if interrupted else _portable(problem)
-    with _undisturbed():
+    with undisturbed():
         dist.broadcast_object_list(told, src=0)
     if problem is not None:
         raise problem
@@ -105,29 +103,6 @@ def _told(act: Callable[[], T], of: Callable[[T], Any]) -> tuple[T | None, Any]:
         findings, exit_code, text = told[0]
         raise (SpecExportError(findings, exit_code) if findings else RuntimeError(text))
     return result, told[1]
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let signals wait: a broadcast is several collectives, and all take part or none.
-
-    Only those that raise in Python, which a collective holds up anyway; what ends the
-    process at once still does.
-    """
-    came: list[tuple[int, Any]] = []
-    handlers: dict[int, Any] = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if callable(handler := signal.getsignal(number)):
-                    handlers[number] = handler
-                    signal.signal(number, lambda *it: came.append(it))
-        yield
-    finally:
-        for which, handler in handlers.items():
-            signal.signal(which, handler)
-    for which, frame in came:
-        handlers[which](which, frame)
 
 
 def _portable(problem: Exception | None) -> tuple[list[Finding], int, str] | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,7 @@ from spec_export.findings import (
     error,
     usage_error,
 )
+from spec_export.layout.releases import parse_release
 
 ENTRY_POINT_GROUP = "spec_export.callbacks"
 OWN_CALLBACK = "spec_export.SGLangExport"
@@ -132,12 +134,14 @@ class CallbackEntry:
     Attributes:
         class_path: As written in the recipe.
         init_args: As written in the recipe.
+        where: Dotted place of these.
         config: The validated arguments if it is our exporter.
         entry_point: Where to load it from if it is somebody else's.
     """
 
     class_path: str
     init_args: dict[str, Any] = field(default_factory=dict)
+    where: str = "init_args"
     config: CallbackConfig | None = None
     entry_point: EntryPoint | None = None
 
@@ -158,9 +162,9 @@ class Recipe:
     callbacks: tuple[CallbackEntry, ...]
 
     @property
-    def exporters(self) -> list[CallbackConfig]:
-        """The arguments of each of our exporters."""
-        return [entry.config for entry in self.callbacks if entry.config is not None]
+    def exporters(self) -> list[CallbackEntry]:
+        """Those of our exporters."""
+        return [entry for entry in self.callbacks if entry.config is not None]
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -277,18 +281,17 @@ def _parse_entry(item: Any, where: str) -> CallbackEntry:
             "an entry has class_path and init_args only",
             "put arguments of the callback under 'init_args:'",
         )
-    init_args = item.get("init_args")
+    init_args, place = item.get("init_args"), f"{where}.init_args"
     if init_args is None:
         init_args = {}
     if not isinstance(init_args, dict):
-        raise usage_error("recipe-invalid", f"{where}.init_args", "it is not a mapping")
+        raise usage_error("recipe-invalid", place, "it is not a mapping")
     class_path = item["class_path"]
     if class_path in _OWN_PATHS:
-        config = parse_init_args(init_args, f"{where}.init_args")
-        return CallbackEntry(class_path, init_args, config)
-    return CallbackEntry(
-        class_path, init_args, entry_point=_entry_point(class_path, where)
-    )
+        config = parse_init_args(init_args, place)
+        return CallbackEntry(class_path, init_args, place, config)
+    point = _entry_point(class_path, where)
+    return CallbackEntry(class_path, init_args, place, entry_point=point)
 
 
 def _entry_point(class_path: str, where: str) -> EntryPoint:
@@ -318,7 +321,8 @@ def parse_init_args(
 
     Raises:
         SpecExportError: exit 2, one ``callback-argument`` per wrong field, or
-            ``option-invalid`` for a code that cannot be allowed.
+            ``option-invalid`` for a code that cannot be allowed and a release that
+            is none.
     """
     try:
         config = CallbackConfig.model_validate(dict(init_args))
@@ -328,12 +332,42 @@ def parse_init_args(
             # `every` may be a word or a mapping; pydantic reports each attempt.
             location = [str(part) for part in one["loc"]]
             if location[0] == "every":
-                location = ["every"]
+                location, one["input"] = ["every"], init_args["every"]
             subject = ".".join([where, *location])
             findings.setdefault(subject, _argument_finding(subject, location, one))
         raise SpecExportError(findings.values(), exit_code=2) from None
-    check_allow(config.allow)
+    with named_as_in_recipe(where):
+        check_allow(config.allow)
+        parse_release(config.sglang)
     return config
+
+
+def as_in_recipe(
+    findings: Iterable[Finding], where: str, given: Collection[str] = ()
+) -> list[Finding]:
+    """Findings about options, with the recipe's keys as subjects.
+
+    Args:
+        findings: Some may be about an option of the command line.
+        where: Dotted place of the recipe's ``init_args``.
+        given: Arguments that the command line has, which wins over the recipe.
+    """
+    keys = {
+        f"--{name.replace('_', '-')}": f"{where}.{name}"
+        for name in CallbackConfig.model_fields
+        if name not in given
+    }
+    return [replace(f, subject=keys.get(f.subject, f.subject)) for f in findings]
+
+
+@contextmanager
+def named_as_in_recipe(where: str, given: Collection[str] = ()) -> Iterator[None]:
+    """The same for the findings of an error; arguments as in ``as_in_recipe``."""
+    try:
+        yield
+    except SpecExportError as problem:
+        findings = as_in_recipe(problem.findings, where, given)
+        raise SpecExportError(findings, problem.exit_code) from problem
 
 
 def _argument_finding(
@@ -346,7 +380,17 @@ def _argument_finding(
         return error(
             "callback-argument",
             subject,
-            "it must be checkpoint, best or {steps: N} with N above 0",
+            f"{problem['input']!r}: it must be checkpoint, best or {{steps: N}} with N "
+            "above 0",
+        )
+    if location == ["allow"]:
+        return error(
+            "callback-argument",
+            subject,
+            f"{problem['input']!r}: it must be a list of codes",
+            f"write allow: [{problem['input']}]"
+            if isinstance(problem["input"], str)
+            else "write it as in allow: [target-differs]",
         )
     if kind == "extra_forbidden":
         names = ", ".join(CallbackConfig.model_fields)
@@ -367,7 +411,9 @@ def _argument_finding(
     )
 
 
-def check_output_dir(output_dir: Path, save_path: Path) -> None:
+def check_output_dir(
+    output_dir: Path, save_path: Path, where: str = "init_args"
+) -> None:
     """Refuse exports inside speculators' save_path.
 
     ``--save-best`` deletes there whatever it did not write itself. The reverse, a
@@ -380,7 +426,7 @@ def check_output_dir(output_dir: Path, save_path: Path) -> None:
     if output == save or save in output.parents:
         raise usage_error(
             "output-inside-save-path",
-            "init_args.output_dir",
+            f"{where}.output_dir",
             f"{output_dir} is inside the save_path {save_path}, where speculators "
             "deletes what it did not write (--save-best)",
             "choose an output_dir beside it",

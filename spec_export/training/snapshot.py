@@ -152,6 +152,9 @@ class RunMemory:
         complete: Whether the first step of the run was seen at all.
         failed: ``step``, ``message`` and ``best`` of each export that failed and
             that no later one has made good.
+        exported: The step of the newest export, at first the one it began with.
+        best: The export of the best weights that were exported, by its folder's name.
+        best_loss: The lowest validation loss; infinite before there is one.
     """
 
     run_id: str
@@ -160,8 +163,12 @@ class RunMemory:
     moved: set[str] = field(default_factory=set)
     complete: bool = True
     failed: list[dict[str, Any]] = field(default_factory=list)
+    exported: int | None = None
+    best: str | None = None
+    best_loss: float = math.inf
     _live: dict[str, str] = field(default_factory=dict)
     _versions: dict[str, int] = field(default_factory=dict)
+    _saved: bytes = b""
 
     @classmethod
     def begin(
@@ -201,19 +208,28 @@ class RunMemory:
             state = json.loads(file.read_bytes())
             if state["training"] != training:
                 return None
+            exported, best = state.get("exported"), state.get("best")
+            loss = state.get("best_loss")
             return cls(
                 str(state["run_id"]),
                 training,
                 dict(state["first"]),
                 set(state["moved"]),
                 bool(state["complete"]),
-                list(state["failed"]),
+                [
+                    {"step": int(f["step"]), "message": str(f["message"])}
+                    | {"best": bool(f["best"])}
+                    for f in state["failed"]
+                ],
+                None if exported is None else int(exported),
+                None if best is None else Path(str(best)).name,
+                math.inf if loss is None else float(loss),
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None  # as if this run had been started without us
 
     def save(self, file: Path) -> None:
-        """Write the state file, in one step."""
+        """Write the state file, in one step, unless it says the same already."""
         state = {
             "training": self.training,
             "run_id": self.run_id,
@@ -221,9 +237,15 @@ class RunMemory:
             "first": self.first,
             "moved": sorted(self.moved),
             "failed": self.failed,
+            "exported": self.exported,
+            "best": self.best,
+            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(state, indent=1).encode())
+        data = json.dumps(state, indent=1).encode()
+        if data != self._saved:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, data)
+            self._saved = data
 
     def look(self, trainer: Any, values: Mapping[str, torch.Tensor]) -> dict[str, bool]:
         """Which tensors have moved since the first step.
@@ -312,7 +334,8 @@ def make_record(
         packages=dict(packages),
         requires_grad={n: p.requires_grad for n, p in named.items()},
         in_optimizer={n: id(p) in optimized for n, p in named.items()},
-        changed=memory.look(trainer, values),
+        # Of a run that began without us and has not moved yet nothing is known.
+        changed=memory.look(trainer, values) or None,
     )
 
 

@@ -306,7 +306,6 @@ LEGACY = {
     "fc_norm__1": "aux_norm_mid",
     "fc_norm__2": "aux_norm_high",
 }
-ONES = (8,)
 HAND_MADE: dict[str, tuple[str, Change]] = {
     "layers.0 names": ("1 layer", rename(midlayer__="layers.0.")),
     "model.midlayer": ("1 layer", rename(midlayer__="model.midlayer.")),

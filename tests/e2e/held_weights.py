@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from spec_export.training.callback import SGLangExport
 from spec_export.training.hook import TrainingEvent
 from spec_export.training.snapshot import live_parameters
-from tests.helpers.tiny import REPOSITORY, Tiny, run_training
+from tests.helpers.tiny import Tiny, run_training
 
 KINDS = ("eagle3", "dspark")
 # How many processes hold the draft, and the flags for that.
@@ -81,11 +81,7 @@ def train(kind: str, tiny: Tiny, root: Path, *more: str) -> None:
 def _flags(kind: str, tiny: Tiny, root: Path) -> list[str]:
     if kind == "eagle3":
         return tiny.flags(root / "run")
-    shipped = REPOSITORY / "recipes" / f"tiny_{kind}_cpu.yaml"
-    content = yaml.safe_load(shipped.read_text())
-    content["train"]["verifier"]["verifier_name_or_path"] = str(tiny.target)
-    content["train"]["data"]["data_path"] = str(tiny.data)
-    content["train"]["trainer"]["save_path"] = str(root / "run")
+    content = tiny.shipped(f"tiny_{kind}_cpu", root)
     recipe = root.with_suffix(".yaml")
     recipe.parent.mkdir(parents=True, exist_ok=True)
     mine = recipe.with_suffix(f".{os.getpid()}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import yaml
 from spec_export.training.hook import TrainingEvent
 from tests.e2e.test_training_background import Slow
 from tests.e2e.test_training_export import Calls, exporter, names, recipe
-from tests.helpers.tiny import REPOSITORY, Tiny, run_training
+from tests.helpers.tiny import TORCHRUN, Tiny, launched, run_training
 
 
 def test_a_signal_while_an_export_waits_for_the_one_before(
@@ -68,29 +67,18 @@ def on_two_ranks(
 ) -> subprocess.CompletedProcess[str]:
     path = recipe(tmp_path, tiny)
     content = yaml.safe_load(path.read_text())
-    arguments = content["callbacks"][0]["init_args"]
+    export = content["callbacks"][0]["init_args"]
     other = tmp_path / "other.yaml"
-    arguments |= {"background": mode != "signal"}
+    export |= {"background": mode != "signal"}
     if mode == "recipes":
-        arguments["compare"] = {"positions": 64, "max_seconds": 1e-6}
+        export["compare"] = {"positions": 64, "max_seconds": 1e-6}
     path.write_text(yaml.safe_dump(content))
-    arguments |= {"compare": {"on": "never"}, "every": {"steps": 1}}
+    export |= {"compare": {"on": "never"}, "every": {"steps": 1}}
     other.write_text(yaml.safe_dump(content))
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    return subprocess.run(
-        [
-            *(*launcher, "--nproc-per-node=2", str(script), mode),
-            *(str(path), str(other), "--fsdp-shard", *more),
-        ],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    arguments = (mode, str(path), str(other), "--fsdp-shard", *more)
+    return launched(*TORCHRUN, str(script), *arguments, seconds=90)
 
 
 def test_a_recipe_of_its_own_leaves_no_rank_waiting(tiny: Tiny, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_an_mtp_head_all_the_way(tiny: Tiny, verifier: Path, tmp_path: Path) -> 
     assert [d["code"] for d in manifest["deviations"]] == [ALLOW]
     legs = manifest["comparison"]
     assert [legs[leg]["verdict"] for leg in ("cast", "layout")] == ["pass", "pass"]
-    assert all(step["max_rel"] <= 1e-5 for step in legs["layout"]["metrics"])
+    assert max(step["max_rel"] for step in legs["layout"]["metrics"]) <= 1e-5
     assert manifest["tensors"]["mtp.fc.weight"]["role"] == "trained"
     written = load_file(folder / "model.safetensors")
     assert set(written) == set(shapes())

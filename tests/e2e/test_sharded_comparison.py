@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.e2e.test_training_export import names, recipe
-from tests.helpers.tiny import REPOSITORY, Tiny
+from tests.helpers.tiny import TORCHRUN, Tiny, launched
 
 RANK = """
 import os, sys
@@ -51,17 +49,7 @@ def trained(
     path.write_text(yaml.safe_dump(content))
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-    arguments = ("--config", str(path), *more)
-    return subprocess.run(
-        [*launcher, "--nproc-per-node=2", str(script), broken, *arguments],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return launched(*TORCHRUN, str(script), broken, "--config", str(path), *more)
 
 
 @pytest.mark.parametrize("shard", [(), ("--fsdp-shard",)], ids=["ddp", "fsdp2"])

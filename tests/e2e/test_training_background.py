@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.numpy import load_file
+from speculators.train.checkpointer import SingleGPUCheckpointer
 
 from spec_export.artifact import roles
-from spec_export.findings import SpecExportError
+from spec_export.findings import SpecExportError, usage_error
 from spec_export.training import callback as callback_module
+from spec_export.training import snapshot as snapshot_module
 from spec_export.training.background import Worker
 from spec_export.training.buffer import HostBuffer
 from spec_export.training.hook import TrainingEvent
@@ -27,6 +29,7 @@ from tests.e2e.test_training_export import (
     broken,
     exporter,
     link,
+    losses,
     manifest,
     names,
 )
@@ -225,6 +228,30 @@ def test_an_export_that_does_not_end_is_given_up(
     exports.close()
 
 
+def test_after_one_that_was_given_up_the_next_ones_are_waited_for(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    monkeypatch.setattr(callback_module, "FLUSH_SECONDS", 0.3)
+
+    def watch(event: TrainingEvent) -> None:
+        if event.reason == "step" and event.global_step == 3:
+            slow.gate.set()
+            monkeypatch.setattr(callback_module, "FLUSH_SECONDS", 60)
+        if event.reason == "step" and event.global_step == 4:
+            slow.gate.clear()
+            threading.Timer(1, slow.gate.set).start()
+        if event.reason == "best" and event.global_step == 4:
+            raise ValueError("the training fails")
+
+    exports = exporter(tmp_path)
+    flags = tiny.flags(tmp_path / "run", "--epochs", "4", "--max-steps", "1")
+    calls = (Calls(better_each_epoch), exports, Calls(watch))
+    with pytest.raises(ValueError, match="the training fails"):
+        run_training(flags, *calls)
+    assert "step-00000004" in names(tmp_path)
+
+
 # --- signals
 
 
@@ -251,6 +278,47 @@ def test_an_interrupted_export_is_bounded_and_compares_nothing(
     assert names(tmp_path) == ["step-00000003"]  # nothing half is visible
     slow.gate.set()
     late.close()
+
+
+def test_the_trainers_own_save_counts_where_time_is_short(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speculators' watchdog runs since the signal, not since that save."""
+    saved: list[float] = []
+    save = SingleGPUCheckpointer.save_checkpoint
+
+    def noted(*args: Any, **more: Any) -> Any:
+        saved.append(time.monotonic())
+        return save(*args, **more)
+
+    def interrupt(event: TrainingEvent) -> None:
+        if event.reason == "step":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(SingleGPUCheckpointer, "save_checkpoint", noted)
+    exports = exporter(tmp_path)
+    run_training(tiny.flags(tmp_path / "run"), exports, Calls(interrupt))
+    assert exports._run is not None and exports._run.deadline is not None
+    assert exports._run.deadline <= saved[-1] + callback_module.INTERRUPTED_SECONDS
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_signal_while_an_export_is_handed_over_makes_no_second_one(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Worker.submit
+
+    def signalled(self: Worker, job: Any) -> None:
+        monkeypatch.setattr(Worker, "submit", submit)
+        submit(self, job)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Worker, "submit", signalled)
+    exports = exporter(tmp_path, every={"steps": 2})
+    run_training(tiny.flags(tmp_path / "run"), exports)
+    assert (tmp_path / "run" / "interrupted").is_dir()
+    assert [result.folder.name for result in exports.results] == ["step-00000002"]
+    assert exports.errors == []
 
 
 def test_an_export_that_is_being_written_is_finished_when_a_signal_comes(
@@ -330,6 +398,37 @@ def test_finalize_says_no_where_the_last_export_failed(
     assert spec_export("finalize", named, "--no-compare").code == 0
 
 
+def test_a_disk_that_was_full_for_the_best_is_not_forgotten(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor had it room for the state file then; the next export finds some again."""
+    write, replace = callback_module.write_export, snapshot_module.replace_file
+    full: list[bool] = []
+
+    def refused(what: str) -> None:
+        if full:
+            raise usage_error("disk-full", what, "no space left on device")
+
+    def write_export(snapshot: Any, *rest: Any) -> Any:
+        full[:] = [True] * (snapshot.record.global_step == 2)
+        refused("model.safetensors")
+        return write(snapshot, *rest)
+
+    def replace_file(path: Path, data: bytes) -> Any:
+        refused(path.name)
+        return replace(path, data)
+
+    monkeypatch.setattr(callback_module, "write_export", write_export)
+    monkeypatch.setattr(snapshot_module, "replace_file", replace_file)
+    flags = tiny.flags(tmp_path / "run", "--epochs", "3", "--max-steps", "1")
+    run_training(flags, losses(3, 1, 2), exporter(tmp_path))
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+    assert link(tmp_path, "best") == "step-00000001"
+    done = spec_export("finalize", tmp_path / "exports", "--no-compare")
+    assert done.code == 1
+    assert done.finding("export-error")["subject"] == "step 2"
+
+
 def test_on_error_raise_in_the_background_ends_the_training_at_the_next_export(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,6 +453,9 @@ def test_what_failed_for_the_best_weights_is_not_forgotten() -> None:
     assert problems.open(-1) == []
     state = as_state(problems.open(2), 2)
     assert state == [{"step": 2, "message": "a", "best": True}]
+    problems.note(2, "c")
+    (one,) = as_state(problems.open(2), 2)  # one finding for each step
+    assert one["message"] == "c"
     problems.made_good([], 2)
     assert problems.open(2) == []
 

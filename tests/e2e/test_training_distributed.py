@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from spec_export.findings import Severity
 from spec_export.training.launchers import join_launcher
 from tests.e2e.held_weights import CHANGED, KINDS, held
 from tests.e2e.test_training_export import names, recipe
-from tests.helpers.tiny import REPOSITORY, Tiny
+from tests.helpers.tiny import TORCHRUN, Tiny, launched
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 ACCELERATE = (
     *("accelerate.commands.launch", "--num_processes=2", "--num_machines=1"),
     *("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"),
@@ -42,20 +40,6 @@ done
 for process in "${started[@]}"; do wait "$process" || code=$?; done
 exit "${code:-0}"
 """
-
-
-def launched(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a launcher's module; all that is asked for happens on the CPU."""
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=REPOSITORY,
-        env={**os.environ, **ours, "CUDA_VISIBLE_DEVICES": "", **environ},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
 
 
 def require_whole(tmp_path: Path, step: int, save: str) -> None:

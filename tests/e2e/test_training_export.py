@@ -202,6 +202,35 @@ def test_a_nan_is_never_the_best(tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "exports" / "best").is_symlink()
 
 
+def losses(*values: float) -> Calls:
+    """Validation losses by epoch."""
+
+    def start(event: TrainingEvent) -> None:
+        if event.reason == "start":
+            validate = event.trainer.val_epoch
+            event.trainer.val_epoch = lambda epoch: (
+                validate(epoch) | {"loss_epoch": values[epoch]}
+            )
+
+    return Calls(start)
+
+
+def test_after_a_nan_the_trainer_takes_any_loss_for_the_best_and_we_do_not(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    given = losses(1.0, float("nan"), 3.0, 2.0, 0.5)
+    for epochs, best in (("2", 1), ("4", 1), ("5", 5)):  # also over a resume
+        exports = exporter(tmp_path, keep_last=1)
+        flags = ("--epochs", epochs, "--max-steps", "1")
+        run_training(tiny.flags(tmp_path / "run", *flags), given, exports)
+        assert exports.errors == []
+        assert link(tmp_path, "best") == f"step-{best:08d}"
+        kept = {f"step-{step:08d}" for step in (best, int(epochs))}
+        assert set(names(tmp_path)) == kept
+        trainers = os.readlink(tmp_path / "run" / "checkpoint_best")
+        assert trainers == {"2": "1", "4": "3", "5": "4"}[epochs]
+
+
 def test_an_interrupted_training_exports_what_it_has(
     tiny: Tiny, tmp_path: Path
 ) -> None:

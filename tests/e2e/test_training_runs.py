@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spec_export.artifact.manifest import Manifest
 from spec_export.artifact.publish import retain
+from spec_export.findings import SpecExportError
+from spec_export.training import callback as callback_module
+from spec_export.training.attach import attach, require_apart
+from spec_export.training.callback import SGLangExport
+from spec_export.training.hook import TrainingEvent
+from spec_export.training.launch import make_callbacks
+from spec_export.training.recipe import read_recipe
 from tests.e2e.test_training_background import better_each_epoch
-from tests.e2e.test_training_export import Calls, exporter, link, manifest, names
+from tests.e2e.test_training_export import (
+    NEVER,
+    Calls,
+    exporter,
+    link,
+    losses,
+    manifest,
+    names,
+    recipe,
+)
 from tests.helpers.cli import spec_export
 from tests.helpers.tiny import Tiny, run_training
 
@@ -54,3 +73,125 @@ def test_within_a_run_the_step_counts_and_not_the_clock(
     run_id = Manifest.read(folder / "step-00000001").run_id
     removed = retain(folder, 2, run_id)
     assert [path.name for path in removed] == ["step-00000001"]
+
+
+def test_a_resume_keeps_the_best_of_its_own_run(tiny: Tiny, tmp_path: Path) -> None:
+    """Another training has taken the link meanwhile."""
+
+    def train(run: str, *more: str) -> None:
+        exports = exporter(tmp_path, keep_last=1)
+        flags = tiny.flags(tmp_path / run, "--max-steps", "1", *more)
+        run_training(flags, losses(1, 2, 3), exports)
+        assert exports.errors == []
+
+    train("a", "--epochs", "2")
+    train("b", "--seed", "7")
+    assert link(tmp_path, "best") == "step-00000001.2"
+    train("a", "--epochs", "3")
+    assert link(tmp_path, "best") == "step-00000001"
+    assert names(tmp_path) == ["step-00000001", "step-00000001.2", "step-00000003"]
+
+
+def test_a_resume_knows_that_the_best_was_not_exported(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = callback_module.write_export
+
+    def fail_second(snapshot: Any, *rest: Any) -> Any:
+        if snapshot.record.global_step == 2:
+            raise OSError(5, "Input/output error")
+        return write(snapshot, *rest)
+
+    monkeypatch.setattr(callback_module, "write_export", fail_second)
+    for epochs in ("2", "3"):
+        flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", epochs)
+        run_training(flags, losses(3, 1, 2, 0.5), exporter(tmp_path))
+        assert link(tmp_path, "best") == "step-00000001"
+        done = spec_export("finalize", tmp_path / "exports", "--no-compare")
+        assert done.code == 1
+        assert done.finding("export-error")["subject"] == "step 2"
+    found = manifest(tmp_path / "exports" / "step-00000003")["findings"]
+    told = [f["subject"] for f in found if f["code"] == "export-error"]
+    assert told == ["step-00000002"]
+    flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", "4")
+    run_training(flags, losses(3, 1, 2, 0.5), exporter(tmp_path))
+    assert link(tmp_path, "best") == "step-00000004"
+    done = spec_export("finalize", tmp_path / "exports", "--no-compare")
+    assert done.code == 0  # these are better
+
+
+@pytest.mark.parametrize("there", [[], ["step-00000001"]])
+def test_the_same_command_again_exports_what_was_lost_at_the_end(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: list[str]
+) -> None:
+    """Nothing is left to train then."""
+    write = callback_module.write_export
+    flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", "2")
+
+    def fail(snapshot: Any, *rest: Any) -> Any:
+        if snapshot.record.global_step > len(there):
+            raise OSError(5, "Input/output error")
+        return write(snapshot, *rest)
+
+    monkeypatch.setattr(callback_module, "write_export", fail)
+    run_training(flags, losses(3, 1), exporter(tmp_path))
+    assert names(tmp_path) == there
+    monkeypatch.setattr(callback_module, "write_export", write)
+    for _ in range(2):
+        exports = exporter(tmp_path)
+        run_training(flags, exports)
+        assert names(tmp_path) == [*there, "step-00000002"]
+    assert list(exports.results) == []  # once is enough
+    assert link(tmp_path, "best") == link(tmp_path, "latest") == "step-00000002"
+    tensors = manifest(tmp_path / "exports" / "step-00000002")["tensors"]
+    assert tensors["fc.weight"]["role"] == "trained"
+    done = spec_export("finalize", tmp_path / "exports", "--no-compare")
+    assert done.code == 0
+
+
+def test_a_resume_without_its_past_calls_nothing_frozen(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The output_dir is a new one, and a signal comes before the first step."""
+
+    def interrupt(event: TrainingEvent) -> None:
+        if event.reason == "start":
+            train = event.trainer.train_epoch
+
+            def signalled(*args: Any, **more: Any) -> Any:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return train(*args, **more)
+
+            event.trainer.train_epoch = signalled
+
+    flags = tiny.flags(tmp_path / "run", "--max-steps", "2")
+    run_training(flags, exporter(tmp_path))
+    moved = SGLangExport(output_dir=tmp_path / "moved", compare=NEVER)
+    run_training([*flags, "--epochs", "2"], moved, Calls(interrupt))
+    (result,) = moved.results
+    tensors = result.manifest.tensors
+    assert tensors["fc.weight"].role is None
+    assert tensors["lm_head.weight"].role == "frozen"  # the target's own
+    codes = {f.code for f in result.manifest.findings}
+    assert not codes & {"optimizer-no-change", "nothing-trained"}
+
+
+def test_two_exporters_of_one_training_need_two_folders(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    twice = [exporter(tmp_path), exporter(tmp_path, every="best")]
+    with pytest.raises(SpecExportError) as refused, attach(object(), *twice):
+        raise AssertionError("attached")
+    assert refused.value.exit_code == 2
+    (finding,) = refused.value.findings
+    assert (finding.code, finding.subject) == (
+        "callback-argument",
+        "init_args.output_dir",
+    )
+    path = recipe(tmp_path, tiny)
+    content = path.read_text()
+    block = content[: content.index("train:")].removeprefix("callbacks:\n")
+    path.write_text(content.replace(block, 2 * block))
+    with pytest.raises(SpecExportError, match="another callback"):
+        make_callbacks(read_recipe(path), "train: {}")
+    require_apart([twice[0], SGLangExport(output_dir=tmp_path / "other")])

@@ -43,6 +43,8 @@ class Report:
         rounds: Trainings; ``interrupted`` of them got a signal, ``killed`` of those
             after their last step, when nobody handles it any more.
         halves: Checkpoints that the trainer left without its state, taken away.
+        crashes: Trainings that ended because pydantic made an error of its own of the
+            signal, in the middle of speculators' own save.
         exports: Exports that verified, counted again in each round.
         failures: Exports that the full disk refused.
         problems: What must not be; empty if all is well.
@@ -53,6 +55,7 @@ class Report:
     interrupted: int = 0
     killed: int = 0
     halves: int = 0
+    crashes: int = 0
     exports: int = 0
     failures: int = 0
     problems: list[str] = field(default_factory=list)
@@ -156,6 +159,10 @@ def one_round(
         report.killed += 1
         look(root / "exports", report)
         return
+    if "PydanticSerializationError" in err and "in save_pretrained" in err:
+        report.crashes += 1
+        look(root / "exports", report)
+        return
     if process.returncode:
         report.problems.append(
             f"round {report.rounds}: exit {process.returncode} {err[-800:]}"
@@ -253,7 +260,7 @@ def main() -> int:
     print(
         f"{report.rounds} trainings, {report.interrupted} interrupted, "
         f"{report.killed} of them killed at their end, "
-        f"{report.halves} half checkpoints of the trainer, "
+        f"{report.halves} half checkpoints of the trainer, {report.crashes} crashes, "
         f"{report.exports} exports verified, {report.failures} refused by a full disk"
     )
     if report.growth:

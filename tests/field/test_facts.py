@@ -93,8 +93,13 @@ def test_release_gates(desk: Desk, row: str) -> None:
     desk.ok(f"gate {row}, {since}", answer)
     old = desk.finalize(source, NO, "--sglang", before, *NEVER)
     desk.fails(f"gate {row}, {before}", old, subject, since, before)
-    # A deployer who has the export and an older server is told the same.
+    # A deployer who has the export and an older server is told the same, once.
     assert answer.output is not None
+    told = desk.verify(answer.output, "--sglang", before)
+    (why,) = [f for f in told.of("error") if since in f["message"]]
+    assert told.code == 1 and why["code"] == "release-too-old"
+    subjects = [f["subject"] for f in told.data["findings"]]
+    assert len(subjects) == len(set(subjects))
     folder = copy_export(answer.output, desk.new("hand"))
     found = desk.verify(folder, "--sglang", before)
     if row != "window flag":  # nothing in such a folder says that a flag is needed

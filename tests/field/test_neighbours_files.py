@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -48,12 +50,35 @@ def test_19_uniform_dtypes_are_kept(
     assert answer.config["dtype"] == str(wanted).removeprefix("torch.")
 
 
-def test_19_a_quantised_target_needs_a_flag(desk: Desk) -> None:
-    quantised = {"quantization_config": {"quant_method": "fp8"}}
-    target = make_target(desk.root / "T1", **quantised)
-    answer = desk.ok("19 quantised target", desk.finalize(desk.draft(target=target)))
-    assert "unquant" in answer.manifest["serving"]["launch"]
+@pytest.mark.parametrize(
+    ("name", "content", "quantised"),
+    [
+        ("config.json", {"quantization_config": {"quant_method": "fp8"}}, True),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, True),
+        ("hf_quant_config.json", {"quant_algo": "NVFP4"}, True),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": None}}, False),
+        ("hf_quant_config.json", {"producer": {"name": "modelopt"}}, False),
+    ],
+)
+def test_19_a_quantised_target_needs_a_flag(
+    desk: Desk, name: str, content: dict[str, Any], quantised: bool
+) -> None:
+    """ModelOpt leaves its settings in config.json or in a file of their own."""
+    target = make_target(desk.root / "T1")
+    path = target / name
+    held = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(held | content))
+    case = f"19 target {name} {json.dumps(content)}"
+    answer = desk.ok(case, desk.finalize(desk.draft(target=target)))
+    assert ("unquant" in answer.manifest["serving"]["launch"]) is quantised
     assert "quantization_config" not in answer.config
+
+
+def test_19_what_modelopt_wrote_cannot_be_read(desk: Desk) -> None:
+    target = make_target(desk.root / "T1")
+    (target / "hf_quant_config.json").write_text("{")
+    answer = desk.finalize(desk.draft(target=target), NO)
+    desk.fails("19 broken hf_quant_config.json", answer, "hf_quant_config.json", "JSON")
 
 
 def test_19_a_dtype_that_no_export_has(desk: Desk) -> None:

@@ -34,6 +34,13 @@ SMALL = {
     "dflash2": {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5},
     "dspark": {"markov_rank": 6},
 }
+# Layers with a window, as long as the context: a shorter one differs in SGLang.
+MIXED: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 256,
+    "use_sliding_window": True,
+}
+SLIDING = {**MIXED, "layer_types": ["sliding_attention"] * 2}
 
 
 def _random(shape: torch.Size, name: str, seed: int) -> torch.Tensor:

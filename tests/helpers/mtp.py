@@ -14,6 +14,7 @@ from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import AutoConfig
 
 VOCAB, HIDDEN, EXPERTS, STEPS = 64, 32, 3, 3
+FIRST_STEP = "mtp-first-step"  # the deviation that every export has
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "recipes" / "make_tiny_target.py"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,18 @@ class Tiny:
             *more,
         ]
 
+    def shipped(self, name: str, root: Path) -> dict[str, Any]:
+        """A recipe that we ship, for this data, writing below ``root``."""
+        text = (REPOSITORY / "recipes" / f"{name}.yaml").read_text()
+        content: dict[str, Any] = yaml.safe_load(text)
+        train = content["train"]
+        train["verifier"]["verifier_name_or_path"] = str(self.target)
+        train["data"]["data_path"] = str(self.data)
+        train["trainer"]["save_path"] = str(root / "run")
+        (callback,) = content["callbacks"]
+        callback["init_args"]["output_dir"] = str(root / "exports")
+        return content
+
 
 def make_tiny(rows: int = 64, length: int = 48) -> Tiny:
     """The tiny target and ``rows`` sequences of at most ``length`` tokens.
@@ -82,6 +97,22 @@ def make_tiny(rows: int = 64, length: int = 48) -> Tiny:
         except OSError:  # another process was faster
             shutil.rmtree(partial)
     return Tiny(root)
+
+
+def launched(
+    *words: str, seconds: float = 280, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a launcher's module; all that is asked for happens on the CPU."""
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, **ours, "CUDA_VISIBLE_DEVICES": "", **environ},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
 
 
 def run_training(flags: list[str], *callbacks: Any) -> None:

@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from mutants import Case, changed, unrounded
-from safetensors.torch import load_file
-from survivors import (
-    COMMON,
-    CONTEXT,
-    DEFAULT,
-    INFORMS,
-    NEVER,
-    UNREAD,
-)
+import survivors as why
+from mutants import QUANTISED, Case, case_of_saved
 
-from spec_export.judge import training_module
-from tests.helpers.blocks import make_block_draft, make_target
+from tests.helpers.blocks import MIXED, make_block_draft, make_target
 
 DFLASH, REWRITTEN = "dflash-qwen3", "dflash-qwen3-as-dspark"
 DFLASH2, DSPARK = "dflash2-qwen3", "dspark-qwen3"
 TEMPLATES = [DFLASH, REWRITTEN, DFLASH2, DSPARK]
+OF_CASE = ("source", "refused", "recipe", "allow")
 # Values whose absence or change shows.
 STRONG = {
     "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
-SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 256,
-    "use_sliding_window": True,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
-QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
 # Block drafts get the embedding of such a target scaled.
 OTHER_GEMMA = {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 GEMMA = {
@@ -49,52 +33,23 @@ GEMMA = {
 def case(
     name: str,
     template: str,
-    source: Any = (),
     target: Any = (),
-    refused: bool = False,
     whole: bool = False,
-    recipe: dict[str, Any] | None = None,
-    allow: tuple[str, ...] = (),
     layer: Any = (),
     **options: Any,
 ) -> Case:
-    """A case of a draft that speculators saved; its values become float32.
+    """A case of a draft; ``whole``: the source has its copies of the target's tensors.
 
-    ``whole``: the source has its copies of the target's tensors too.
+    ``options`` are those of the case and of ``make_block_draft``.
     """
-    options["layer"] = STRONG | dict(layer)
+    mine = {key: options.pop(key) for key in OF_CASE if key in options}
     with tempfile.TemporaryDirectory() as made:
         place = make_target(Path(made) / "target", **dict(target))
-        folder = make_block_draft(Path(made) / "draft", place, **options)
-        config = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-        weights = {name: unrounded(value) for name, value in tensors.items()}
-        lent = {
-            name: value.float()
-            for name, value in load_file(place / "model.safetensors").items()
-        }
-        about = json.loads((place / "config.json").read_text())
-    embed, head = lent["model.embed_tokens.weight"], lent["lm_head.weight"]
-    offsets = weights.get("d2t")
-    rows = head if offsets is None else head[offsets + torch.arange(len(offsets))]
-    shared = {"embed_tokens.weight": embed, "lm_head.weight": rows}
-    both = weights | shared
-    if whole:
-        both |= {"verifier_lm_head.weight": rows, "verifier_norm.weight": head[0]}
-    return Case(
-        name,
-        template,
-        training_module(config, both.__getitem__, list(both)),
-        changed(config, dict(source)),
-        both,
-        embed,
-        head,
-        about,
-        refused=refused,
-        slim=() if whole else tuple(shared),
-        recipe=recipe,
-        allow=allow,
-    )
+        folder = make_block_draft(
+            Path(made) / "draft", place, layer=STRONG | dict(layer), **options
+        )
+        copies = ("verifier_lm_head.weight", "verifier_norm.weight") if whole else ()
+        return case_of_saved(name, template, folder, place, copies=copies, **mine)
 
 
 def cases() -> list[Case]:
@@ -125,13 +80,13 @@ def cases() -> list[Case]:
         case(
             "window",
             DFLASH,
-            layer={**SLIDING, "attention_bias": True, "head_dim": 16},
+            layer={**MIXED, "attention_bias": True, "head_dim": 16},
             target=QUANTISED,
         ),
         case(
             "both ways",
             DFLASH,
-            layer={**SLIDING, "rope_parameters": LINEAR},
+            layer={**MIXED, "rope_parameters": LINEAR},
             source={"quantization_config": {"bits": 4}},
             sliding_window_non_causal=True,
         ),
@@ -141,7 +96,7 @@ def cases() -> list[Case]:
             "plain",
             DFLASH2,
             kind="dflash2",
-            layer=SLIDING,
+            layer=MIXED,
             sliding_window_non_causal=False,
         ),
         case("vanilla", DSPARK, kind="dspark"),
@@ -150,12 +105,12 @@ def cases() -> list[Case]:
         case(
             "whole gated",
             DSPARK,
-            layer=SLIDING,
+            layer=MIXED,
             sliding_window_non_causal=True,
             **gated,
         ),
         case("rnn", DSPARK, reduced=True, **rnn),
-        case("whole rnn", DSPARK, layer=SLIDING, **rnn),
+        case("whole rnn", DSPARK, layer=MIXED, **rnn),
         case("no head", DSPARK, **bare),
         case("map alone", DSPARK, reduced=True, **bare),
         *sparse(),
@@ -187,7 +142,7 @@ def sparse() -> list[Case]:
         for name, template, source, recorded in made
     ]
     unsaid: dict[str, Any] = {
-        "layer": SLIDING,
+        "layer": MIXED,
         "source": {"sliding_window_non_causal": ...},
     }
     return [
@@ -205,7 +160,7 @@ def sparse() -> list[Case]:
 
 def refused() -> list[Case]:
     """Drafts that a class would compute wrongly: one for each refusal."""
-    narrow = {**SLIDING, "sliding_window": 6}
+    narrow = {**MIXED, "sliding_window": 6}
     rnn: dict[str, Any] = {"kind": "dspark", "markov_head_type": "rnn"}
     made: list[tuple[str, str, dict[str, Any]]] = [
         ("draft vocabulary", DFLASH, {"reduced": True}),
@@ -238,14 +193,14 @@ UNREACHED = (
 )
 WRITTEN = {
     r"model_type: stale": SIBLING,
-    r"(draft_vocab_size: .*|tie_word_embeddings: .*)": f"{UNREAD}; {TARGETS_OWN}",
-    r"initializer_range: .*": UNREAD,
-    r"max_position_embeddings: .*": CONTEXT,
-    r"hidden_act: dropped": DEFAULT,
+    r"(draft_vocab_size: .*|tie_word_embeddings: .*)": f"{why.UNREAD}; {TARGETS_OWN}",
+    r"initializer_range: .*": why.UNREAD,
+    r"max_position_embeddings: .*": why.CONTEXT,
+    r"hidden_act: dropped": why.DEFAULT,
     r"enable_confidence_head: .*": "its presence decides a log line",
-    r"layer_types: (dropped|null)": DEFAULT,
+    r"layer_types: (dropped|null)": why.DEFAULT,
     r"rope_theta: .*": "every release that is right here reads rope_parameters",
-    r"rope_parameters\.rope_type: dropped": DEFAULT,
+    r"rope_parameters\.rope_type: dropped": why.DEFAULT,
     r"rope_parameters\.rope_theta: dropped": "rope_theta says it",
     r"(dtype: (dropped|null)|torch_dtype: .*)": "every release of these classes reads "
     "dtype, and torch_dtype without it",
@@ -255,7 +210,7 @@ WRITTEN = {
 }
 WRITTEN_OF = {
     DFLASH: {
-        r"vocab_size: .*": UNREAD,
+        r"vocab_size: .*": why.UNREAD,
         r"rope_parameters\.factor: .*": "rope_scaling is there too, and wins",
         r"rope_scaling\.(rope_type: dropped|type: .*)": "the other of the two says it",
     },
@@ -271,13 +226,13 @@ WRITTEN_OF = {
     },
 }
 RULES = {
-    **COMMON,
-    r"parameters: lm_head\.weight: .*": COMMON[r"parameters: embed_tokens\.weight: .*"],
+    **why.COMMON,
+    **why.HEAD,
     r"config: model_type: value": SIBLING,
     r"config: (draft_vocab_size|tie_word_embeddings): .*": TARGETS_OWN,
-    r"config: (initializer_range|bos_token_id|eos_token_id): .*": UNREAD,
-    r"config: max_position_embeddings: .*": CONTEXT,
-    r"config: hidden_act: dropped": DEFAULT,
+    r"config: (initializer_range|bos_token_id|eos_token_id): .*": why.UNREAD,
+    r"config: max_position_embeddings: .*": why.CONTEXT,
+    r"config: hidden_act: dropped": why.DEFAULT,
     r"config: num_target_layers: expr off by one": "it only bounds the layer ids",
     r"config: mask_token_id: .*": "the one in dflash_config is read",
     r"config: (sliding_window|use_sliding_window): when true": "sliding layers read it",
@@ -286,26 +241,26 @@ RULES = {
     r"refuse: config-invalid (conv_group_size|block_size"
     r"|markov_head_type|transformer_layer_config(\.(layer_types|model_type"
     r"|sliding_window|mask_token_id))?|dflash_config\.mask_token_id"
-    r"|speculators_config\..*): dropped": NEVER,
+    r"|speculators_config\..*): dropped": why.NEVER,
     r"refuse: (mask-token-is-special|quantization-dropped|confidence-head-absent) .*": (
-        INFORMS
+        why.INFORMS
     ),
     r"refuse: target-unsupported .*": "the server raises at the first draft of such a "
     "target, and no other export avoids it",
-    r"refuse: reduced-vocabulary .*: dropped": NEVER,
+    r"refuse: reduced-vocabulary .*: dropped": why.NEVER,
     r"derived: .* embedding_scale != 1: when true": "by 1, which changes nothing",
     r"derived: markov_head\..*: (value|values|outside) other": UNREACHED,
     r"variables: conf_flag: .*": "there is no confidence head",
-    r"variables: (M_layer|M_nested): source .*": NEVER,
-    r"variables: (eos|bos|pad|target_type|leftover_quantization): .*": INFORMS,
-    r"variables: (W|sliding_layers): absent other": NEVER,
+    r"variables: (M_layer|M_nested): source .*": why.NEVER,
+    r"variables: (eos|bos|pad|target_type|leftover_quantization): .*": why.INFORMS,
+    r"variables: (W|sliding_layers): absent other": why.NEVER,
 }
 RULES_OF = {
     DFLASH: {
         r"tensors: (d2t|t2d): (dropped|exists (negated|true)|shape off by one|kind)": (
             "a draft with a map is refused"
         ),
-        r"config: vocab_size: .*": UNREAD,
+        r"config: vocab_size: .*": why.UNREAD,
     },
     DSPARK: {
         r"tensors: d2t: fate dropped": "a transform takes it all the same",

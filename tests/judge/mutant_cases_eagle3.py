@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import survivors as why
 from drafts import THETA, Draft, make_draft
-from mutants import Case, changed
-from survivors import (
-    COMMON,
-    CONTEXT,
-    DEFAULT,
-    DEMANDS,
-    INFORMS,
-    LAUNCH,
-    NEVER,
-    STEPS,
-    UNREAD,
-)
+from mutants import QUANTISED, Case, changed
 from transformers import Qwen3Config
 
 STOCK, PLUGIN = "eagle3-llama", "eagle3-plugin"
@@ -29,7 +19,6 @@ TARGET = {
     "vocab_size": 96,
     "max_position_embeddings": 512,
 }
-QUANTISED = {**TARGET, "quantization_config": {"quant_method": "fp8"}}
 LLAMA3 = {
     **THETA,
     "rope_type": "llama3",
@@ -81,7 +70,7 @@ def servable() -> list[Case]:
             "before",
             STOCK,
             make_draft(1, norm_before_fc=True, layer=sliding("f", 4)),
-            target=QUANTISED,
+            target=TARGET | QUANTISED,
         ),
         case(
             "two",
@@ -123,7 +112,7 @@ def servable() -> list[Case]:
                 norm_before_fc=True,
                 layer={"attention_bias": True, "mlp_bias": True},
             ),
-            target=QUANTISED,
+            target=TARGET | QUANTISED,
         ),
         case(
             "feature",
@@ -198,21 +187,21 @@ REFUSED = (
 )
 WRITTEN = {
     r"vocab_size: .*": SIZES_EMBEDDING,
-    r"(initializer_range|bos_token_id|eos_token_id): .*": UNREAD,
-    r"max_position_embeddings: .*": CONTEXT,
-    r"(hidden_act|eagle_config\.use_aux_hidden_state): dropped": DEFAULT,
-    r"tie_word_embeddings: (dropped|null)": DEFAULT,
+    r"(initializer_range|bos_token_id|eos_token_id): .*": why.UNREAD,
+    r"max_position_embeddings: .*": why.CONTEXT,
+    r"(hidden_act|eagle_config\.use_aux_hidden_state): dropped": why.DEFAULT,
+    r"tie_word_embeddings: (dropped|null)": why.DEFAULT,
     r"norm_before_fc: .*": f"{TWICE}: that in eagle_config",
     r"eagle_config\.norm_before_fc: dropped": f"{TWICE}: the one beside",
     r"num_aux_hidden_states: (dropped|null)": f"{TWICE}: the layer ids are as many",
     r"dtype: (dropped|null)": f"{TWICE}: torch_dtype",
-    r"rope_parameters\.rope_type: dropped": DEFAULT,
+    r"rope_parameters\.rope_type: dropped": why.DEFAULT,
     r"rope_parameters\.rope_theta: dropped": f"{TWICE}: rope_theta",
-    **LAUNCH,
+    **why.LAUNCH,
 }
 WRITTEN_OF = {
     STOCK: {
-        r"(attention_bias|mlp_bias): (dropped|null)": DEFAULT,
+        r"(attention_bias|mlp_bias): (dropped|null)": why.DEFAULT,
         r"attention_bias: wrong flag": O_BIAS,
         r"mlp_bias: wrong flag": "the stock class does not read it",
         r"rope_parameters\.(factor|low_freq_factor|high_freq_factor"
@@ -224,22 +213,23 @@ WRITTEN_OF = {
     PLUGIN: {r"(rope_theta|torch_dtype): .*": f"{TWICE}: the newer spelling"},
 }
 RULES = {
-    **COMMON,
-    **STEPS,
+    **why.COMMON,
+    **why.STEPS,
     r"config: (norm_before_fc: .*|eagle_config\.norm_before_fc: dropped)": TWICE,
     r"config: vocab_size: .*": SIZES_EMBEDDING,
-    r"config: (initializer_range|bos_token_id|eos_token_id): .*": UNREAD,
-    r"config: max_position_embeddings: .*": CONTEXT,
+    r"config: (initializer_range|bos_token_id|eos_token_id): .*": why.UNREAD,
+    r"config: max_position_embeddings: .*": why.CONTEXT,
     r"config: (hidden_act|tie_word_embeddings|eagle_config\.use_aux_hidden_state)"
-    r": dropped": DEFAULT,
-    r"config: (attention_bias|mlp_bias): (dropped|value)": f"{DEFAULT}; and {O_BIAS}",
+    r": dropped": why.DEFAULT,
+    r"config: (attention_bias|mlp_bias): (dropped|value)": why.DEFAULT
+    + f"; and {O_BIAS}",
     r"config: num_aux_hidden_states: (dropped|expr null)": TWICE,
     r"config: sliding_window: when true": "it is read for sliding layers only",
     r"refuse: config-invalid (fc_norm|transformer_layer_config(\.(model_type"
-    r"|layer_types))?): dropped": NEVER,
-    r"refuse: target-hidden-size .*: dropped": NEVER,
-    r"refuse: (tie-flag-dropped|quantization-dropped) .*": INFORMS,
-    r"features: .*: not removed": DEMANDS,
+    r"|layer_types))?): dropped": why.NEVER,
+    r"refuse: target-hidden-size .*: dropped": why.NEVER,
+    r"refuse: (tie-flag-dropped|quantization-dropped) .*": why.INFORMS,
+    r"features: .*: not removed": why.DEMANDS,
     r"flags: \['--disable-cuda-graph'\]: (when true|before dropped)": "CUDA graphs "
     "compute the same, only faster",
     r"flags: .*unquant'\]: since (lower|dropped)": "an older server does not know the "
@@ -250,8 +240,8 @@ RULES = {
     r"|deviation dropped)": REFUSED,
     r"tensors: .*_proj\.bias: (dropped|(shape|i|p) off by one|kind)": REFUSED,
     r"variables: (attention_bias|mlp_bias): source (missing|elsewhere)": REFUSED,
-    r"variables: (tied|tied_layer|leftover_quantization): .*": INFORMS
+    r"variables: (tied|tied_layer|leftover_quantization): .*": why.INFORMS
     + "; the target's own quantisation has its own variable",
-    r"variables: target_width: source (missing|elsewhere)": NEVER,
-    r"variables: W: absent other": NEVER,
+    r"variables: target_width: source (missing|elsewhere)": why.NEVER,
+    r"variables: W: absent other": why.NEVER,
 }

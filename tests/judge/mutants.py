@@ -19,12 +19,12 @@ from unittest.mock import patch
 
 import torch
 from packaging.version import Version
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from spec_export.artifact.manifest import METADATA_KEY
 from spec_export.comparison import as_torch, window_of
 from spec_export.export import _blocks
-from spec_export.judge import Inputs, Leg, layout_leg
+from spec_export.judge import Inputs, Leg, layout_leg, training_module
 from spec_export.judge.reference import REFERENCES
 from spec_export.layout import plan as planning
 from spec_export.layout.config import flatten
@@ -45,6 +45,8 @@ WORDS = {
     "gated": "vanilla",
     "rnn": "vanilla",
 }
+# What a quantised target's config.json says besides.
+QUANTISED = {"quantization_config": {"quant_method": "fp8"}}
 SAFETENSORS = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 
 
@@ -183,6 +185,48 @@ class Case:
             if not leg.passed:
                 return ""
         return ""
+
+
+def case_of_saved(
+    name: str,
+    template: str,
+    draft: Path,
+    target: Path,
+    source: Any = (),
+    about: Any = (),
+    copies: tuple[str, ...] = (),
+    **more: Any,
+) -> Case:
+    """A case of a draft that speculators saved; its values become float32.
+
+    ``source`` and ``about`` change what the draft's and the target's config.json say;
+    ``copies`` are tensors of the training loss that the source has too.
+    """
+    config = json.loads((draft / "config.json").read_text())
+    tensors = load_file(draft / "model.safetensors")
+    weights = {name: unrounded(value) for name, value in tensors.items()}
+    lent = load_file(target / "model.safetensors")
+    embed, head = (
+        next(value for name, value in lent.items() if name.endswith(ending)).float()
+        for ending in ("embed_tokens.weight", "lm_head.weight")
+    )
+    offsets = weights.get("d2t")
+    rows = head if offsets is None else head[offsets + torch.arange(len(offsets))]
+    shared = {"embed_tokens.weight": embed, "lm_head.weight": rows}
+    loss = {"verifier_lm_head.weight": rows, "verifier_norm.weight": head[0]}
+    both = weights | shared | {name: loss[name] for name in copies}
+    return Case(
+        name,
+        template,
+        training_module(config, both.__getitem__, list(both)),
+        changed(config, dict(source)),
+        both,
+        embed,
+        head,
+        changed(json.loads((target / "config.json").read_text()), dict(about)),
+        slim=() if copies else tuple(shared),
+        **more,
+    )
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

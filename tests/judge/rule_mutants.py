@@ -15,19 +15,9 @@ from typing import Any
 from mutants import WORDS
 
 from spec_export.judge.reference import REFERENCES
-from spec_export.layout.inherit import extend
+from spec_export.layout.inherit import _IDENTITY, extend
 
 Raw = dict[str, Any]
-# What names a rule of each section.
-_LABELS = {
-    "tensors": ("source",),
-    "derived": ("name", "when"),
-    "parameters": ("name",),
-    "config": ("key",),
-    "refuse": ("code", "subject"),
-    "features": ("name",),
-    "flags": ("argv",),
-}
 
 
 def rule_mutants(raw: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
@@ -38,7 +28,7 @@ def rule_mutants(raw: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
         own: What its own file says. Rules that it inherits are mutated where they
             stand; what they write is mutated for each template apart.
     """
-    for section, label in _LABELS.items():
+    for section, label in _IDENTITY.items():
         mine = {_identity(rule, label) for rule in own.get(section, [])}
         for at, rule in enumerate(raw.get(section, [])):
             if _identity(rule, label) not in mine:
@@ -74,7 +64,7 @@ def rule_mutants(raw: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
 
 def restored(base: Raw, own: Raw) -> Iterator[tuple[str, Raw]]:
     """Rules that a template removes from the one that it extends, left in."""
-    for section, label in _LABELS.items():
+    for section, label in _IDENTITY.items():
         for at, rule in enumerate(own.get(section, [])):
             if rule.get("remove"):
                 kept = [*own[section][:at], *own[section][at + 1 :]]

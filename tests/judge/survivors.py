@@ -31,6 +31,10 @@ COMMON = {
         "the draft is not quantised anyway"
     ),
 }
+# The same where the head is the target's.
+HEAD = {
+    r"parameters: lm_head\.weight: .*": COMMON[r"parameters: embed_tokens\.weight: .*"],
+}
 # The same of the templates that say how many steps.
 STEPS = {
     r"serves: --speculative-(num-steps|eagle-topk|num-draft-tokens) other": SPEED,

@@ -10,7 +10,7 @@ import torch
 from drafts import THETA, make_draft, serving_tensors, write_export
 from transformers import Qwen3Config
 
-from spec_export.judge import layout_leg
+from spec_export.judge import Inputs, layout_leg
 from spec_export.judge.compare import largest
 from spec_export.judge.reference import load_reference
 
@@ -100,25 +100,30 @@ def test_variant(tmp_path: Path, name: str) -> None:
     assert largest(leg.metrics) <= 1e-5
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_teacher_forced_and_free_running_agree(tmp_path: Path, layers: int) -> None:
-    """Given the same tokens, the unrolled form is what a server computes."""
-    draft = make_draft(layers, norm_output=True)
-    reference = load_reference(write_export(tmp_path, draft), embed=draft.embed)
-    inputs, steps, row = draft.inputs(), 4, 9
+def both_forms(
+    reference: Any, inputs: Inputs, row: int, steps: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of one row's chain [steps, V]: as a server has them, and unrolled."""
+    prefix = slice(0, row + 1)
     free, chosen = reference.free_running(
-        inputs.token_ids[: row + 1],
-        inputs.aux[: row + 1],
-        inputs.position_ids[: row + 1],
-        steps,
+        inputs.token_ids[prefix], inputs.aux[prefix], inputs.position_ids[prefix], steps
     )
     tokens = inputs.token_ids.clone()
     tokens[row + 1 : row + steps] = reference.to_target(chosen[:-1])
     forced = reference.teacher_forced(
         tokens, inputs.aux, inputs.position_ids, inputs.document_ids, steps
     )
-    apart = max(float((forced[s][row] - free[s]).abs().max()) for s in range(steps))
-    assert apart < 1e-5 * float(free.max() - free.min())
+    return free, torch.stack([step[row] for step in forced])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_teacher_forced_and_free_running_agree(tmp_path: Path, layers: int) -> None:
+    """Given the same tokens, the unrolled form is what a server computes."""
+    draft = make_draft(layers, norm_output=True)
+    reference = load_reference(write_export(tmp_path, draft), embed=draft.embed)
+    inputs, steps, row = draft.inputs(), 4, 9
+    free, forced = both_forms(reference, inputs, row, steps)
+    assert (forced - free).abs().max() < 1e-5 * (free.max() - free.min())
     # The control: tokens the draft did not choose give other logits.
     other = reference.teacher_forced(
         inputs.token_ids, inputs.aux, inputs.position_ids, inputs.document_ids, steps
@@ -133,19 +138,9 @@ def test_a_window_slides_in_a_server_only(tmp_path: Path) -> None:
 
     def apart(window: int, row: int) -> list[float]:
         reference = load_reference(folder, embed=draft.embed, window=window)
-        prefix = slice(0, row + 1)
-        free, chosen = reference.free_running(
-            inputs.token_ids[prefix],
-            inputs.aux[prefix],
-            inputs.position_ids[prefix],
-            steps,
-        )
-        tokens = inputs.token_ids.clone()
-        tokens[row + 1 : row + steps] = reference.to_target(chosen[:-1])
-        forced = reference.teacher_forced(
-            tokens, inputs.aux, inputs.position_ids, inputs.document_ids, steps
-        )
-        return [float((forced[s][row] - free[s]).abs().max()) for s in range(steps)]
+        free, forced = both_forms(reference, inputs, row, steps)
+        found: list[float] = (forced - free).abs().amax(-1).tolist()
+        return found
 
     inside = apart(window=12, row=9)
     assert max(inside) < 1e-5

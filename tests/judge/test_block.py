@@ -7,33 +7,25 @@ make has to fail.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
 from spec_export.comparison import judge_of_checkpoint, leg_of_probe
-from spec_export.export import ExportOptions, ExportResult, export_source
+from spec_export.export import ExportResult
 from spec_export.findings import SpecExportError
 from spec_export.judge.compare import largest
 from spec_export.judge.verdict import Leg
-from tests.helpers.blocks import HIDDEN, make_block_draft, make_target
+from tests.helpers.blocks import HIDDEN, MIXED, SLIDING, make_block_draft, make_target
+from tests.helpers.judging import Config, Tensors, exported, judged_again
 from tests.helpers.record import record
 
 JUDGED = 1e-5
-SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 256,
-    "use_sliding_window": True,
-}
-ALL_SLIDING = {**SLIDING, "layer_types": ["sliding_attention"] * 2}
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -45,10 +37,10 @@ YARN = {
 # Option -> (arguments of make_block_draft, class, lowest release).
 OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dflash": ({}, "DFlashDraftModel", "0.5.13"),
-    "dflash, mixed layers": ({"layer": SLIDING}, "DFlashDraftModel", "0.5.14"),
-    "dflash, sliding layers": ({"layer": ALL_SLIDING}, "DFlashDraftModel", "0.5.14"),
+    "dflash, mixed layers": ({"layer": MIXED}, "DFlashDraftModel", "0.5.14"),
+    "dflash, sliding layers": ({"layer": SLIDING}, "DFlashDraftModel", "0.5.14"),
     "dflash, non-causal window": (
-        {"layer": SLIDING, "sliding_window_non_causal": True},
+        {"layer": MIXED, "sliding_window_non_causal": True},
         "DFlashDraftModel",
         "0.5.17",
     ),
@@ -71,7 +63,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "dflash2": ({"kind": "dflash2"}, "DFlash2DraftModel", "0.5.19"),
     "dflash2, sliding layers": (
-        {"kind": "dflash2", "layer": ALL_SLIDING},
+        {"kind": "dflash2", "layer": SLIDING},
         "DFlash2DraftModel",
         "0.5.19",
     ),
@@ -126,22 +118,10 @@ OPTIONS |= {
 }
 
 
-def export(tmp: Path, options: dict[str, Any], **more: Any) -> tuple[ExportResult, Leg]:
+def export(root: Path, options: Config, **more: Any) -> tuple[ExportResult, Leg]:
     """Checkpoint -> export, with the judge's verdict on it."""
-    target = make_target(tmp / "target")
-    checkpoint = make_block_draft(tmp / "checkpoint", target, **options)
-    source, opened = CheckpointSource.open(checkpoint), open_target(target)
-    legs: dict[str, Leg] = {}
-    judge = judge_of_checkpoint(source, opened, "cpu", None)
-
-    def kept(folder: Path) -> dict[str, Leg]:
-        legs.update(judge(folder))
-        return legs
-
-    result = export_source(
-        source, opened, ExportOptions(**more), tmp / "export", judge=kept
-    )
-    return result, legs["layout"]
+    make_block_draft(root / "checkpoint", make_target(root / "target"), **options)
+    return exported(root, **more)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -159,10 +139,6 @@ def test_option_is_exact(tmp_path: Path, name: str) -> None:
     assert (serving.architecture, serving.min_version) == (architecture, since)
     again = leg_of_probe(result.folder, open_target(tmp_path / "target"), "cpu", None)
     assert again.passed, again.reason
-
-
-Tensors = dict[str, torch.Tensor]
-Config = dict[str, Any]
 
 
 def _swap(a: str, b: str) -> Callable[[Tensors, Config], None]:
@@ -299,25 +275,6 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def judged_again(
-    root: Path, out: Path, change: Callable[[Tensors, Config], Any]
-) -> Leg:
-    """Change an export and judge it against the checkpoint it was made from."""
-    shutil.copytree(root / "export", out)
-    tensors = load_file(out / "model.safetensors")
-    config = json.loads((out / "config.json").read_text())
-    change(tensors, config)
-    save_file(
-        {k: v.contiguous().clone() for k, v in tensors.items()},
-        out / "model.safetensors",
-        {"format": "pt"},
-    )
-    (out / "config.json").write_text(json.dumps(config))
-    source = CheckpointSource.open(root / "checkpoint")
-    judge = judge_of_checkpoint(source, open_target(root / "target"), "cpu", None)
-    return judge(out)["layout"]
-
-
 @pytest.mark.parametrize(
     ("option", "name", "mistake"), MISTAKES, ids=[f"{o}: {n}" for o, n, _ in MISTAKES]
 )
@@ -352,7 +309,7 @@ def test_diagnosis_names_the_tensor(
 
 
 def test_window_shorter_than_the_context_differs(tmp_path: Path) -> None:
-    layer = {**ALL_SLIDING, "sliding_window": 6}
+    layer = {**SLIDING, "sliding_window": 6}
     with pytest.raises(SpecExportError) as caught:
         export(tmp_path / "refused", {"layer": layer})
     assert [f.code for f in caught.value.findings] == ["sliding-window-extent"]

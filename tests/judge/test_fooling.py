@@ -18,7 +18,6 @@ from spec_export import cli
 from spec_export.findings import SpecExportError
 from spec_export.judge import Inputs, Leg, Tolerance, layout_leg, load_probe, probe_leg
 from spec_export.judge.checks import captured_layers
-from tests.helpers import field
 
 TARGET = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}
 Tensors = dict[str, torch.Tensor]
@@ -329,21 +328,6 @@ def test_fewer_rows_than_asked_are_said(tmp_path: Path, draft: Draft) -> None:
 
 
 # --- the folder, as a deployer gets it ------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("finished")
-    target = field.make_target(root / "target")
-    checkpoint = field.make_draft(root / "checkpoint", target)
-    code = cli.run(
-        [
-            *("finalize", str(checkpoint), "--target", str(target)),
-            *("--output", str(root / "export")),
-        ]
-    )
-    assert code == 0
-    return root / "export", target
 
 
 def verify(

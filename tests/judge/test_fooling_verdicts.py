@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from loguru import logger
 
 from spec_export import comparison
 from spec_export.artifact import transforms
@@ -23,25 +22,11 @@ from spec_export.judge.engine.host import Sglang
 from spec_export.judge.engine.side import Side, of_reference
 from spec_export.judge.parts import open_reference
 from spec_export.judge.verdict import Tolerance
-from tests.helpers import blocks, field, mtp
+from tests.helpers import blocks, mtp
 from tests.helpers.cli import spec_export
 from tests.helpers.engine_leg import ON_CUDA
-from tests.helpers.fooling import Config, copied, edit, finalized, probed
+from tests.helpers.judging import Config, copied, edit, finalized, probed
 from tests.judge import test_scaled_embedding as gemma
-
-FIRST_STEP = "mtp-first-step"
-SLIDING = {
-    "layer_types": ["sliding_attention"] * 2,
-    "sliding_window": 256,
-    "use_sliding_window": True,
-}
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    logger.disable("speculators")
-    monkeypatch.setenv("SPEC_EXPORT_SGLANG_PYTHON", "")
-
 
 # --- what excuses a failure -----------------------------------------------------------
 
@@ -65,10 +50,10 @@ def test_what_is_always_allowed_excuses_nothing(
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         always_the_first(patch)
-        ran = finalized(checkpoint, target, out, "--allow", FIRST_STEP)
+        ran = finalized(checkpoint, target, out, "--allow", mtp.FIRST_STEP)
     assert (ran.code, ran.codes("error")) == (1, ["comparison-failed"])
     assert not out.exists()
-    assert finalized(checkpoint, target, out, "--allow", FIRST_STEP).code == 0
+    assert finalized(checkpoint, target, out, "--allow", mtp.FIRST_STEP).code == 0
     # Nor does it in a manifest that says so.
     fail = {"verdict": "fail"}
     edit(out, lambda m: m["comparison"]["layout"].update(fail), "spec_export_manifest")
@@ -110,7 +95,7 @@ def test_nothing_excuses_a_cast(tmp_path: Path) -> None:
     """What the saved dtype cannot hold is no matter of the serving class."""
     target = blocks.make_target(tmp_path / "target", pad_token_id=blocks.MASK)
     checkpoint = blocks.make_block_draft(
-        tmp_path / "checkpoint", target, layer={**SLIDING, "sliding_window": 8}
+        tmp_path / "checkpoint", target, layer={**blocks.SLIDING, "sliding_window": 8}
     )
     said = Leg("cast", "fail", "fc.weight is not finite as float16")
     with pytest.raises(SpecExportError) as caught:
@@ -168,17 +153,6 @@ def test_a_verdict_of_the_engine_and_its_numbers(
     edit(folder, lambda m: m["comparison"].update(engine=said), "spec_export_manifest")
     ran = spec_export("verify", folder, "--target", finished[1])
     assert (ran.code, ran.codes("error")) == (code, ["manifest-invalid"] * code)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    root = tmp_path_factory.mktemp("finished")
-    target = field.make_target(root / "target")
-    checkpoint = field.make_draft(root / "checkpoint", target)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPEC_EXPORT_SGLANG_PYTHON", "")
-        assert finalized(checkpoint, target, root / "export").code == 0
-    return root / "export", target
 
 
 def test_the_engine_is_held_against_what_the_export_holds(

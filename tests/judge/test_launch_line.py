@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from spec_export.judge.checks import launch_problems
+from spec_export.judge.checks import config_of, launch_problems
 
 TARGET = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8}
 QUANTISED = {**TARGET, "quantization_config": {"quant_method": "fp8"}}
@@ -97,3 +97,16 @@ def test_a_folder_without_our_manifest_has_no_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert launch_problems(tmp_path, QUANTISED, "0.5.23") == []
+
+
+@pytest.mark.parametrize("method", ["NVFP4", None])
+def test_what_modelopt_left_beside_the_target(
+    tmp_path: Path, method: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    beside = {"quantization": {"quant_algo": method}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    target = config_of(tmp_path)
+    assert target is not None
+    words = said(tmp_path, PLAIN, target)
+    assert ("quantization unquant" in words) is (method is not None)

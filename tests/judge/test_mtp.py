@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
-from spec_export.comparison import judge_of_checkpoint, leg_of_probe
-from spec_export.export import ExportOptions, ExportResult, export_source
+from spec_export.comparison import leg_of_probe
+from spec_export.export import ExportResult
 from spec_export.findings import SpecExportError
 from spec_export.judge.compare import largest
 from spec_export.judge.verdict import Leg
-from tests.helpers.mtp import EXPERTS, HIDDEN, STEPS, TARGETS, make_mtp, make_target
+from tests.helpers.judging import Tensors, exported, judged_again
+from tests.helpers.mtp import (
+    EXPERTS,
+    FIRST_STEP,
+    HIDDEN,
+    STEPS,
+    TARGETS,
+    make_mtp,
+    make_target,
+)
 from tests.helpers.record import record
 
 JUDGED = 1e-5
-FIRST_STEP = "mtp-first-step"
 
 
 def export(root: Path, kind: str, **options: Any) -> tuple[ExportResult, Leg]:
-    target = make_target(root / "target", kind)
-    checkpoint = make_mtp(root / "checkpoint", target, kind)
-    source, opened = CheckpointSource.open(checkpoint), open_target(target)
-    legs: dict[str, Leg] = {}
-    judge = judge_of_checkpoint(source, opened, "cpu", None)
-
-    def kept(folder: Path) -> dict[str, Leg]:
-        legs.update(judge(folder))
-        return legs
-
-    result = export_source(
-        source, opened, ExportOptions(**options), root / "export", judge=kept
-    )
-    return result, legs["layout"]
+    make_mtp(root / "checkpoint", make_target(root / "target", kind), kind)
+    return exported(root, **options)
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +114,6 @@ def test_the_first_step_is_a_deviation_with_a_size(
     assert share > 1e-3
 
 
-Tensors = dict[str, torch.Tensor]
-
-
 def _swap(a: str, b: str) -> Callable[[Tensors], None]:
     def mistake(tensors: Tensors) -> None:
         tensors[a], tensors[b] = tensors[b], tensors[a]
@@ -160,17 +151,6 @@ MISTAKES: dict[str, Callable[[Tensors], None]] = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_is_caught(tmp_path: Path, exports: Exports, name: str) -> None:
-    root, result, _ = exports("qwen3_next")
-    out = tmp_path / "broken"
-    shutil.copytree(result.folder, out)
-    tensors = load_file(out / "model.safetensors")
-    MISTAKES[name](tensors)
-    save_file(
-        {k: v.contiguous().clone() for k, v in tensors.items()},
-        out / "model.safetensors",
-        {"format": "pt"},
-    )
-    source = CheckpointSource.open(root / "checkpoint")
-    judge = judge_of_checkpoint(source, open_target(root / "target"), "cpu", None)
-    leg = judge(out)["layout"]
+    root, _, _ = exports("qwen3_next")
+    leg = judged_again(root, tmp_path / "broken", lambda t, _: MISTAKES[name](t))
     assert leg.verdict == "fail", leg

@@ -28,15 +28,13 @@ from spec_export.judge.compare import largest
 from spec_export.judge.reference.block_config import served_scale
 from spec_export.judge.verdict import Leg
 from tests.helpers import blocks
+from tests.helpers.judging import Config, Tensors, exported, judged_again
 from tests.helpers.record import record
-from tests.judge.test_block import judged_again
 
 JUDGED = 1e-5
 ROUNDED = "embedding-scale-rounded"
 # A width whose root is a power of two, and one whose root is none.
 EXACT, ROUGH = 16, 32
-Tensors = dict[str, torch.Tensor]
-Config = dict[str, Any]
 
 
 def make_gemma(folder: Path, hidden: int = EXACT, **changes: Any) -> Path:
@@ -82,30 +80,15 @@ def export(
     """Draft -> export for a Gemma-4 of that width, with the judge's verdict."""
     options = {k: more.pop(k) for k in ("dtype", "allow") if k in more}
     gemma = make_gemma(root / "target", width, **(target or {}))
-    checkpoint = blocks.make_block_draft(root / "checkpoint", gemma, **more)
-    source, opened = CheckpointSource.open(checkpoint), open_target(gemma)
-    legs: dict[str, Leg] = {}
-
-    def judge(folder: Path) -> dict[str, Leg]:
-        legs.update(judge_of_checkpoint(source, opened, "cpu", None)(folder))
-        return legs
-
-    result = export_source(
-        source, opened, ExportOptions(**options), root / "export", judge=judge
-    )
-    return result, legs["layout"]
+    blocks.make_block_draft(root / "checkpoint", gemma, **more)
+    return exported(root, **options)
 
 
 BIASED = {"attention_bias": True}
-MIXED = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 256,
-    "use_sliding_window": True,
-}
 DRAFTS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "dflash, q/k/v/o biases": {"layer": BIASED},
-    "dflash, mixed layers": {"layer": MIXED},
+    "dflash, mixed layers": {"layer": blocks.MIXED},
     "dflash, draft vocabulary": {"reduced": True},
     "dflash2": {"kind": "dflash2"},
     "dspark vanilla": {"kind": "dspark"},

@@ -60,6 +60,17 @@ class BlockVariant:
         return "DFLASH" if plain else "DSPARK"
 
 
+def arguments(algorithm: str) -> dict[str, Any]:
+    """Fields of ``ServerArgs`` for a block draft, whose config.json has the sizes."""
+    return {
+        "speculative_algorithm": algorithm,
+        "speculative_num_steps": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_draft_attention_backend": "intel_amx",
+    }
+
+
 def _dspark(name: str, head: str, **more: Any) -> BlockVariant:
     flags = {"markov_rank": 16, "markov_head_type": head, **more.pop("flags", {})}
     anchor = more.pop("anchor", True)

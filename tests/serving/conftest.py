@@ -86,6 +86,15 @@ def make_draft(
     )
 
 
+def continuations(target: Path) -> list[Continuation]:
+    """Prompts with a target's greedy continuations."""
+    model = simulate.load_target(target)
+    return [
+        simulate.continue_greedily(model, prompt)
+        for prompt in drafts.random_prompts(PROMPTS)
+    ]
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the tiny target."""
@@ -98,11 +107,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def texts(target: Path) -> list[simulate.Continuation]:
     """The prompts with the target's greedy continuations."""
-    model = simulate.load_target(target)
-    return [
-        simulate.continue_greedily(model, prompt)
-        for prompt in drafts.random_prompts(PROMPTS)
-    ]
+    return continuations(target)
 
 
 @pytest.fixture(scope="session")
@@ -131,6 +136,14 @@ def make(
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """SGLang with its imports done; drafts are served one after another."""
     with Engine(tmp_path_factory.mktemp("sglang") / "engine.log") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def block_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """The same with what a CPU needs for block drafts."""
+    log = tmp_path_factory.mktemp("sglang-block") / "engine.log"
+    with Engine(log, {"SPEC_EXPORT_BLOCK_DRAFTS": "1"}) as running:
         yield running
 
 

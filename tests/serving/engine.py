@@ -36,6 +36,7 @@ import sglang
 import sglang.srt.managers.scheduler
 import sglang.srt.models.registry
 import torch
+from runtime import start
 from safetensors.torch import load_file
 
 CONTEXT = 512  # tokens; the tiny targets allow no more
@@ -115,22 +116,14 @@ def load(job: dict[str, Any]) -> dict[str, Any]:
     was ignored, a parameter that still holds one was not set.
     """
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.bootstrap import (
-        init_layer_runtime,
-        init_parallel_runtime,
-    )
     from sglang.srt.model_loader.utils import (
         get_model_architecture,
         set_default_torch_dtype,
     )
-    from sglang.srt.runtime_context import SpawnRanks, publish
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils.network import get_free_port
 
     args = ServerArgs(**server_args(job, job["drafts"][0]))
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    init_parallel_runtime(server_args=args, device="cpu", dist_port=get_free_port())
-    init_layer_runtime(model_config=ModelConfig.from_server_args(args))
+    start(args)
     reports = {}
     for draft in job["drafts"]:
         config = ModelConfig.from_server_args(

@@ -10,20 +10,17 @@ hidden states of the prefix, then logits and hidden state of each step.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-
 import torch
 from engine import server_args
+from runtime import start
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.bootstrap import init_layer_runtime, init_parallel_runtime
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import (
@@ -33,9 +30,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_loader import get_model
-from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import get_free_port
 
 from spec_export.serving.plugin import register
 
@@ -143,9 +138,7 @@ def main() -> None:
     register()
     job = {"target": target, "extra": {"context_length": 256}}
     args = ServerArgs(**server_args(job, drafts[0]))
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    init_parallel_runtime(server_args=args, device="cpu", dist_port=get_free_port())
-    init_layer_runtime(model_config=ModelConfig.from_server_args(args))
+    start(args)
     for draft in map(Path, drafts):
         torch.save(run(args, draft), Path(out) / f"{draft.name}.pt")
 

@@ -12,7 +12,6 @@ SERVER is a target that SGLang serves on a CPU; only the runtime is started with
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from release_check import PlainAttention, free
+from runtime import PlainAttention, load_draft, plain_args, print_answer, start
 from safetensors.torch import load_file
 
 from spec_export.judge.reference.mtp import MtpReference
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 ROWS, STEPS = 24, 4
 KERNELS = torch.library.Library("sgl_kernel", "FRAGMENT")
 
@@ -69,36 +67,6 @@ KERNELS.impl("fused_sigmoid_mul_cpu", gate, "CompositeExplicitAutograd")
 KERNELS.impl(
     "fused_qk_gemma_rmsnorm_with_gate_cpu", norm_heads, "CompositeExplicitAutograd"
 )
-
-
-def load(server: str, draft: str) -> Any:
-    """The class that SGLang takes for the folder, filled by its own loader."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed.bootstrap import (
-        init_layer_runtime,
-        init_parallel_runtime,
-    )
-    from sglang.srt.model_loader import get_model_loader
-    from sglang.srt.runtime_context import SpawnRanks, publish
-    from sglang.srt.server_args import ServerArgs
-
-    args = ServerArgs(
-        model_path=server,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        disable_cuda_graph=True,
-        skip_tokenizer_init=True,
-        context_length=512,
-    )
-    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    init_parallel_runtime(server_args=args, device="cpu", dist_port=free())
-    init_layer_runtime(model_config=ModelConfig.from_server_args(args))
-    config = ModelConfig.from_server_args(args, model_path=draft, is_draft_model=True)
-    loader = get_model_loader(LoadConfig(), config)
-    return loader.load_model(model_config=config, device_config=DeviceConfig("cpu"))
 
 
 class Batch(SimpleNamespace):
@@ -176,17 +144,18 @@ def difference(model: Any, target: Path, draft: Path) -> float:
     return float(gap)
 
 
-if __name__ == "__main__":
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    server, verifier, draft = sys.argv[1:]
-    model = load(server, draft)
+def main(server: str, verifier: str, draft: str) -> dict[str, Any]:
+    args = plain_args(server)
+    start(args)
+    model = load_draft(args, draft)
     answer = {"class": type(model).__name__}
     without_kernels(model)
     answer["difference"] = difference(model, Path(verifier), Path(draft))
     hidden, embedding = model.pre_fc_norm_hidden, model.pre_fc_norm_embedding
     model.pre_fc_norm_hidden, model.pre_fc_norm_embedding = embedding, hidden
     answer["swapped"] = difference(model, Path(verifier), Path(draft))
-    output.write(json.dumps(answer) + "\n")
-    output.flush()
-    os._exit(0)  # threads of SGLang would keep the process
+    return answer
+
+
+if __name__ == "__main__":
+    print_answer(lambda: main(*sys.argv[1:]))

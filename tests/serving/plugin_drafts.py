@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from spec_export.artifact.manifest import FileEntry, Manifest, weights_metadata
 from spec_export.judge.reference.eagle3 import Eagle3Reference, PluginEagle3Reference
 from tests.serving.drafts import DRAFT_VOCAB, LAYER_IDS, VOCAB, Variant, llama_config
-from tests.serving.sglang_process import HERE, REPOSITORY, Engine
+from tests.serving.sglang_process import HERE, REPOSITORY, Engine, serve_job
 from tests.serving.simulate import STEPS, Continuation, Rounds, rounds_of
 
 MANIFEST, WEIGHTS = "spec_export_manifest.json", "model.safetensors"
@@ -153,19 +153,8 @@ class PluginEngine(Engine):
         **extra: Any,
     ) -> dict[str, Any]:
         """As ``serve``, and what happens if it fails: ``error`` and ``log``."""
-        job = {
-            "do": "serve",
-            "target": str(target),
-            "draft": None if draft is None else str(draft),
-            "prompts": prompts,
-            "max_new_tokens": new_tokens,
-            "steps": STEPS,
-            "topk": 1,
-            "draft_tokens": STEPS + 1,
-            "extra": extra,
-            "environment": environment or {},
-        }
-        return self.send(job)
+        job = serve_job(target, draft, prompts, new_tokens, STEPS, extra)
+        return self.send(job | {"environment": environment or {}})
 
     def send(self, job: dict[str, Any]) -> dict[str, Any]:
         """The answer to any job, with what SGLang logged meanwhile as ``log``."""

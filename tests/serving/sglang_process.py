@@ -54,6 +54,36 @@ def end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
 
 
+# Variables under which SGLang's Python imports this package, which is not installed.
+IMPORTED = {"PYTHONPATH": f"{HERE / 'shim'}{os.pathsep}{REPOSITORY}"}
+
+
+def run_script(
+    name: str, *arguments: Path, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A script of this folder in SGLang's Python, until it ends.
+
+    ``environment`` holds variables besides those of ``sglang_environment``.
+    """
+    return subprocess.run(
+        [sglang_python(), HERE / name, *arguments],
+        env=sglang_environment() | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def answer_of(
+    name: str, *arguments: Path, environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """The JSON object that such a script prints."""
+    done = run_script(name, *arguments, environment=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
 @contextmanager
 def running(
     command: list[str],
@@ -79,6 +109,28 @@ def running(
         with suppress(ProcessLookupError):  # all of it has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def serve_job(
+    target: Path,
+    draft: Path | None,
+    prompts: list[list[int]],
+    new_tokens: int,
+    steps: int,
+    extra: dict[str, Any],
+) -> dict[str, Any]:
+    """A job of ``engine.py``: a chain of drafts; ``extra`` are ``ServerArgs``."""
+    return {
+        "do": "serve",
+        "target": str(target),
+        "draft": None if draft is None else str(draft),
+        "prompts": prompts,
+        "max_new_tokens": new_tokens,
+        "steps": steps,
+        "topk": 1,
+        "draft_tokens": steps + 1,
+        "extra": extra,
+    }
 
 
 class Engine:
@@ -117,17 +169,7 @@ class Engine:
         **extra: Any,
     ) -> list[dict[str, Any]]:
         """Per prompt: output_ids, rounds, histogram, accept_length."""
-        job = {
-            "do": "serve",
-            "target": str(target),
-            "draft": str(draft),
-            "prompts": prompts,
-            "max_new_tokens": new_tokens,
-            "steps": steps,
-            "topk": 1,
-            "draft_tokens": steps + 1,
-            "extra": extra,
-        }
+        job = serve_job(target, draft, prompts, new_tokens, steps, extra)
         return self._ask(job)["prompts"]
 
     def load(self, target: Path, drafts: list[Path]) -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ JSON object: what a rank finds when its slices landed, and when another rank's d
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -17,12 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-
 import torch
-from release_check import start_runtime
+from runtime import plain_args, print_answer, start
 from sglang.srt.layers import linear
-from sglang.srt.server_args import ServerArgs
 
 from spec_export.artifact.manifest import Manifest, Serving, TensorEntry
 from spec_export.serving import strict
@@ -105,16 +100,7 @@ def found(rank: int, folder: Path, dtype: torch.dtype, wrong: bool) -> list[str]
 
 
 def main(target: str) -> dict[str, Any]:
-    args = ServerArgs(
-        model_path=target,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch_native",
-        disable_cuda_graph=True,
-        skip_tokenizer_init=True,
-        context_length=512,
-    )
-    start_runtime(args)
+    start(plain_args(target))
     folder = Path(tempfile.mkdtemp())
     write_manifest(folder, make_tensors())
     right = {
@@ -128,8 +114,4 @@ def main(target: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    output.write(json.dumps(main(sys.argv[1])) + "\n")
-    output.flush()
-    os._exit(0)  # threads of SGLang would keep the process
+    print_answer(lambda: main(sys.argv[1]))

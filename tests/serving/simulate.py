@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
@@ -72,6 +73,14 @@ def accept_length(rounds: list[Rounds]) -> float:
     """Mean tokens per round over all prompts, the bonus token counted."""
     accepted = [n for prompt in rounds for n in prompt.accepted]
     return 1 + sum(accepted) / len(accepted)
+
+
+def same_histograms(served: list[dict[str, Any]], rounds: list[Rounds]) -> list[bool]:
+    """Per prompt, whether the engine accepted as many drafts in as many rounds."""
+    return [
+        answer["histogram"] == expected.histogram
+        for answer, expected in zip(served, rounds, strict=True)
+    ]
 
 
 def load_target(folder: Path) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,13 @@ from tests.serving.blocks import SPREAD, VARIANTS, BlockVariant
 from tests.serving.broken import Config, Tensors, break_export
 from tests.serving.conftest import export_draft
 from tests.serving.sglang_process import Engine
-from tests.serving.simulate import NEW_TOKENS, STEPS, Continuation, accept_length
+from tests.serving.simulate import (
+    NEW_TOKENS,
+    STEPS,
+    Continuation,
+    accept_length,
+    same_histograms,
+)
 
 JUDGED = 1e-5
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -44,14 +50,6 @@ Make = Callable[[BlockVariant], Made]
 
 
 @pytest.fixture(scope="session")
-def block_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """SGLang with what a CPU needs for block drafts."""
-    log = tmp_path_factory.mktemp("sglang-block") / "engine.log"
-    with Engine(log, {"SPEC_EXPORT_BLOCK_DRAFTS": "1"}) as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
 def make(
     target: Path,
     texts: list[Continuation],
@@ -75,25 +73,8 @@ def serve(
     engine: Engine, target: Path, export: Path, algorithm: str, prompts: list[list[int]]
 ) -> list[dict[str, Any]]:
     """The block size comes from the draft's config.json, as on a deployer's line."""
-    return engine.serve(
-        target,
-        export,
-        prompts,
-        NEW_TOKENS,
-        STEPS,
-        speculative_algorithm=algorithm,
-        speculative_num_steps=None,
-        speculative_eagle_topk=None,
-        speculative_num_draft_tokens=None,
-        speculative_draft_attention_backend="intel_amx",
-    )
-
-
-def histograms_equal(served: list[dict[str, Any]], made: Made) -> list[bool]:
-    return [
-        answer["histogram"] == rounds.histogram
-        for answer, rounds in zip(served, made.rounds, strict=True)
-    ]
+    flags = blocks.arguments(algorithm)
+    return engine.serve(target, export, prompts, NEW_TOKENS, STEPS, **flags)
 
 
 @pytest.mark.parametrize("variant", ALL)
@@ -110,7 +91,7 @@ def test_engine_matches_simulation(
     assert serving["algorithm"] == variant.algorithm
     assert max(m["max_rel"] for m in layout["metrics"]) <= JUDGED
     served = serve(block_engine, target, made.export, variant.algorithm, prompts)
-    equal = histograms_equal(served, made)
+    equal = same_histograms(served, made.rounds)
     accepted = accept_length(made.rounds)
     record("engine", variant.name, f"{sum(equal)}/{len(equal)}")
     print(f"{variant.name}: {sum(equal)}/{len(equal)} equal, accept {accepted:.3f}")
@@ -163,7 +144,7 @@ def test_engine_notices(
     served = serve(
         block_engine, target, tmp_path / "broken", variant.algorithm, prompts
     )
-    equal = histograms_equal(served, made)
+    equal = same_histograms(served, made.rounds)
     print(f"{len(equal) - sum(equal)} of {len(equal)} prompts differ")
     assert not all(equal)
 
@@ -177,12 +158,7 @@ def test_sglang_takes_every_tensor(
         "do": "load",
         "target": str(target),
         "drafts": [str(made.export)],
-        "extra": {
-            "speculative_algorithm": variant.algorithm,
-            "speculative_num_steps": None,
-            "speculative_eagle_topk": None,
-            "speculative_num_draft_tokens": None,
-        },
+        "extra": blocks.arguments(variant.algorithm),
     }
     (report,) = block_engine._ask(job)["reports"].values()
     assert report["class"] == made.manifest["serving"]["architecture"]

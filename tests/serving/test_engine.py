@@ -23,7 +23,13 @@ from tests.serving.broken import MISTAKES, Config, Tensors, break_export
 from tests.serving.conftest import Made
 from tests.serving.drafts import SPREAD, VARIANTS, Variant
 from tests.serving.sglang_process import Engine
-from tests.serving.simulate import NEW_TOKENS, STEPS, Continuation, accept_length
+from tests.serving.simulate import (
+    NEW_TOKENS,
+    STEPS,
+    Continuation,
+    accept_length,
+    same_histograms,
+)
 
 Make = Callable[[Variant], Made]
 
@@ -52,7 +58,7 @@ def test_engine_matches_simulation(
         answer["rounds"] == len(expected.accepted)
         for answer, expected in zip(served, made.rounds, strict=True)
     ]
-    histograms = same_histograms(served, made)
+    histograms = same_histograms(served, made.rounds)
     table.append(
         (
             variant.name,
@@ -70,14 +76,6 @@ def test_engine_matches_simulation(
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
     assert all(rounds)
     assert all(histograms)
-
-
-def same_histograms(served: list[dict[str, Any]], made: Made) -> list[bool]:
-    """Per prompt, whether the engine accepted as many drafts in as many rounds."""
-    return [
-        answer["histogram"] == rounds.histogram
-        for answer, rounds in zip(served, made.rounds, strict=True)
-    ]
 
 
 def served_accept_length(served: list[dict[str, Any]]) -> float:
@@ -105,7 +103,7 @@ def test_engine_notices(
     served = engine.serve(target, tmp_path / "broken", prompts, NEW_TOKENS, STEPS)
     # A wrong draft costs time, never a token: only the rounds can tell.
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
-    same = same_histograms(served, made)
+    same = same_histograms(served, made.rounds)
     print(f"{mistake}: {same.count(False)} of {len(same)} prompts differ")
     assert not all(same)
 
@@ -120,7 +118,7 @@ def test_breaking_changes_nothing_else(
     made = make(MISTAKEN)
     break_export(made.export, tmp_path / "copy", lambda tensors, config: None)
     served = engine.serve(target, tmp_path / "copy", prompts, NEW_TOKENS, STEPS)
-    assert all(same_histograms(served, made))
+    assert all(same_histograms(served, made.rounds))
 
 
 @pytest.mark.parametrize("variant", ALL)

@@ -1,7 +1,7 @@
 """The real engine as a judge of an export that is right.
 
 Of a Gemma-4 whose layers have windows, and whose scale is no power of two: weights are
-rounded twice, which ``tests/judge/test_fooling_again.py`` holds against both sides.
+rounded twice, which ``tests/judge/test_fooling_verdicts.py`` holds against both sides.
 What the leg says has to be believed by ``verify``.
 """
 

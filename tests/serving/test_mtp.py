@@ -10,11 +10,7 @@ of the heads and the output gate.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -22,13 +18,7 @@ from safetensors.torch import load_file, save_file
 from spec_export import cli
 from tests.helpers.mtp import TARGETS, make_mtp, make_target
 from tests.helpers.record import record
-from tests.serving.sglang_process import (
-    HERE,
-    REPOSITORY,
-    Engine,
-    sglang_environment,
-    sglang_python,
-)
+from tests.serving.sglang_process import IMPORTED, Engine, answer_of
 
 PLAIN = dict.fromkeys(
     (
@@ -49,21 +39,6 @@ def _export(root: Path, kind: str) -> tuple[Path, Path]:
     arguments += ["--target", str(verifier), "--dtype", "float32"]
     assert cli.run([*arguments, "--allow", "mtp-first-step"]) == 0
     return verifier, out
-
-
-def _forward(server: Path, verifier: Path, draft: Path) -> dict[str, Any]:
-    """What ``mtp_check.py`` says, in a process of its own."""
-    shim = sglang_environment()["PYTHONPATH"]
-    ran = subprocess.run(
-        [sglang_python(), HERE / "mtp_check.py", server, verifier, draft],
-        env=sglang_environment() | {"PYTHONPATH": f"{shim}{os.pathsep}{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ran.stdout)
-    return found
 
 
 def _load(engine: Engine, target: Path, draft: Path) -> dict[str, object]:
@@ -90,7 +65,7 @@ def test_qwen3_next_takes_every_tensor(
 @pytest.mark.parametrize("kind", TARGETS)
 def test_forward_of_the_real_class(target: Path, tmp_path: Path, kind: str) -> None:
     verifier, out = _export(tmp_path, kind)
-    found = _forward(target, verifier, out)
+    found = answer_of("mtp_check.py", target, verifier, out, environment=IMPORTED)
     family = "Qwen3Next" if kind == "qwen3_next" else "Qwen3_5"
     assert found["class"] == f"{family}ForCausalLMMTP"
     assert found["difference"] <= 1e-5 and found["swapped"] > 1e-2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,7 @@ from transformers import Qwen3Config
 from spec_export.judge.reference import load_reference
 from spec_export.judge.reference.attention import ServerKeys
 from tests.judge.drafts import Draft, make_draft, write_export
-from tests.serving.sglang_process import (
-    HERE,
-    REPOSITORY,
-    sglang_environment,
-    sglang_python,
-)
+from tests.serving.sglang_process import IMPORTED, run_script
 
 ROWS, STEPS = 12, 4
 NORMS = {"none": {}, "fc_norm": {"fc_norm": True}, "before": {"norm_before_fc": True}}
@@ -125,16 +119,8 @@ def run_sglang(root: Path, names: list[str]) -> dict[str, Seen]:
         "torch_dtype": "float32",
     }
     (target / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [
-            *(sglang_python(), HERE / "forward_check.py", target, out),
-            *(folder for folder, _, _ in prepared.values()),
-        ],
-        env=sglang_environment() | {"PYTHONPATH": f"{HERE / 'shim'}:{REPOSITORY}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    folders = (folder for folder, _, _ in prepared.values())
+    done = run_script("forward_check.py", target, out, *folders, environment=IMPORTED)
     assert done.returncode == 0, done.stderr[-4000:]
     seen = {}
     for name, (folder, draft, rows) in prepared.items():

@@ -7,7 +7,6 @@ that are published; and the same with a head of its own, which DSPARK needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,18 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from spec_export import cli
 from tests.helpers.record import record
-from tests.serving import blocks, drafts, simulate
+from tests.serving import blocks, drafts
 from tests.serving.blocks import VARIANTS
 from tests.serving.broken import Config, Tensors, break_export
-from tests.serving.conftest import PROMPTS, export_draft
+from tests.serving.conftest import continuations, export_draft
 from tests.serving.sglang_process import Engine
-from tests.serving.simulate import NEW_TOKENS, STEPS, Continuation, accept_length
+from tests.serving.simulate import (
+    NEW_TOKENS,
+    STEPS,
+    Continuation,
+    accept_length,
+    same_histograms,
+)
 
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 SCALE = 8  # the root of drafts.HIDDEN
@@ -83,19 +88,7 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts_of_gemma(gemma: Path) -> list[Continuation]:
     """Prompts with its greedy continuations."""
-    model = simulate.load_target(gemma)
-    return [
-        simulate.continue_greedily(model, prompt)
-        for prompt in drafts.random_prompts(PROMPTS)
-    ]
-
-
-@pytest.fixture(scope="module")
-def block_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """SGLang with what a CPU needs for block drafts."""
-    log = tmp_path_factory.mktemp("sglang-gemma") / "engine.log"
-    with Engine(log, {"SPEC_EXPORT_BLOCK_DRAFTS": "1"}) as running:
-        yield running
+    return continuations(gemma)
 
 
 def serve(
@@ -109,12 +102,8 @@ def serve(
         [text.tokens[: text.prompt].tolist() for text in texts],
         NEW_TOKENS,
         STEPS,
-        speculative_algorithm=manifest["serving"]["algorithm"],
-        speculative_num_steps=None,
-        speculative_eagle_topk=None,
-        speculative_num_draft_tokens=None,
-        speculative_draft_attention_backend="intel_amx",
         disable_hybrid_swa_memory=True,
+        **blocks.arguments(manifest["serving"]["algorithm"]),
     )
 
 
@@ -137,7 +126,7 @@ def test_dflash(
     export_draft(checkpoint, export, gemma)
     wanted = blocks.rounds(blocks.load_draft(checkpoint, variant.kind), texts)
     served = serve(block_engine, gemma, export, texts)
-    equal = [a["histogram"] == r.histogram for a, r in zip(served, wanted, strict=True)]
+    equal = same_histograms(served, wanted)
     print(f"{sum(equal)}/{len(equal)} equal, accept {accept_length(wanted):.3f}")
     record("engine", "dflash, Gemma-4 target", f"{sum(equal)}/{len(equal)}")
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
@@ -145,9 +134,7 @@ def test_dflash(
     break_export(export, tmp_path / "unscaled", _unscaled)
     served = serve(block_engine, gemma, tmp_path / "unscaled", texts)
     assert [a["output_ids"] for a in served] == [text.new_tokens for text in texts]
-    assert not any(
-        a["histogram"] == r.histogram for a, r in zip(served, wanted, strict=True)
-    )
+    assert not any(same_histograms(served, wanted))
 
 
 def test_dspark_needs_a_head_of_its_own(

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-
-from tests.serving.sglang_process import HERE, sglang_environment, sglang_python
+from tests.serving.sglang_process import answer_of
 
 
 def test_stand_in_equals_triton_kernels() -> None:
-    done = subprocess.run(
-        [sglang_python(), HERE / "shim_check.py"],
-        env=sglang_environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = answer_of("shim_check.py")
     assert len(summary["functions"]) == 11  # ten functions and the attention
     assert len(summary["checks"]) == 6

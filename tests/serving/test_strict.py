@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.serving.plugin_drafts import (
     PluginEngine,
 )
 from tests.serving.sglang_process import (
-    HERE,
+    answer_of,
     running,
     sglang_environment,
     sglang_python,
@@ -119,29 +118,13 @@ def test_strict_on_checks_drafts_of_others(
 # --- after loading, and in other releases ------------------------------------------
 
 
-def run_beside_sglang(
-    script: str, environment: dict[str, str], *arguments: Path
-) -> dict[str, Any]:
-    """What a script of this folder prints in SGLang's Python."""
-    done = subprocess.run(
-        [sglang_python(), HERE / script, *arguments],
-        env=sglang_environment() | environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 def check_release(
     target: Path, exports: list[Path], installed: dict[str, str], wheel: Path | None
 ) -> dict[str, Any]:
     """What ``release_check.py`` prints, the drafts in the order given."""
     path = installed["PYTHONPATH"]
     variables = {"PYTHONPATH": path if wheel is None else f"{wheel}:{path}"}
-    answer = run_beside_sglang("release_check.py", variables, target, *exports)
+    answer = answer_of("release_check.py", target, *exports, environment=variables)
     answer["drafts"] = list(answer["drafts"].values())
     return answer
 
@@ -222,7 +205,7 @@ def test_older_releases_load_and_compute(
 
 @pytest.mark.wide
 def test_ranks_compare_their_slices(installed: dict[str, str], target: Path) -> None:
-    answer = run_beside_sglang("shards_check.py", installed, target)
+    answer = answer_of("shards_check.py", target, environment=installed)
     assert len(answer["right"]) == 4  # two ranks, two dtypes
     assert not any(answer["right"].values())
     # Whether a bias is sliced depends on the layer; every matrix is.
@@ -244,13 +227,7 @@ def test_stock_block_drafts_start(
     checkpoint, export = tmp_path / "checkpoint", tmp_path / "export"
     blocks.make_checkpoint(variant, target, texts, checkpoint)
     export_draft(checkpoint, export, target)
-    flags = {
-        "speculative_algorithm": variant.algorithm,
-        "speculative_num_steps": None,
-        "speculative_eagle_topk": None,
-        "speculative_num_draft_tokens": None,
-        "speculative_draft_attention_backend": "intel_amx",
-    }
+    flags = blocks.arguments(variant.algorithm)
     environment = installed | {"SPEC_EXPORT_BLOCK_DRAFTS": "1"}
     with PluginEngine(tmp_path / "engine.log", environment) as engine:
         answer = engine.attempt(target, export, prompts[:1], NEW_TOKENS, None, **flags)

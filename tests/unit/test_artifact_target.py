@@ -7,9 +7,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
+from speculators.utils import loading
 
 from spec_export.artifact.resolve import resolve_target
 from spec_export.artifact.target import open_target, resolve_name
@@ -226,7 +228,6 @@ KEYS = st.lists(SEGMENTS, min_size=1, max_size=3).map(".".join).map("{}.weight".
 @settings(max_examples=300, deadline=None)
 @given(st.lists(KEYS, unique=True, max_size=8))
 def test_names_are_found_as_speculators_finds_them(keys):
-    loading = pytest.importorskip("speculators.utils.loading")
     names = dict.fromkeys(keys, "f")
     for role, name in (
         ("embedding", "embed_tokens.weight"),
@@ -330,7 +331,6 @@ def test_no_name_at_all(tmp_path):
 
 
 def test_a_hub_id_is_looked_up_in_the_local_cache_alone(tmp_path, monkeypatch):
-    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     commit = "a" * 40
@@ -338,12 +338,15 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_alone(tmp_path, monkeypatch):
     snapshot = model(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
+    beside = snapshot / "hf_quant_config.json"
+    beside.write_text('{"quantization": {"quant_algo": "FP8"}}')
     for target in (
         open_target("org/tiny.model"),
         resolve_target("org/tiny.model", tmp_path)[0],
         open_target(snapshot),
     ):
         assert (target.name, target.revision) == ("org/tiny.model", commit)
+        assert target.config["quantization_config"] == {"quant_algo": "FP8"}
         assert np.array_equal(target.read("head"), HEAD)
     (found,) = failure(open_target, "org/other", exit_code=2)
     assert found.code == "path-missing"

@@ -5,6 +5,7 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -141,7 +142,6 @@ def test_no_plain_weight(dtype):
     )
 )
 def test_rounding_is_torchs(values):
-    torch = pytest.importorskip("torch")
     for name, theirs in (("BF16", torch.bfloat16), ("F16", torch.float16)):
         expected = torch.from_numpy(values.copy()).to(theirs).view(torch.int16).numpy()
         assert np.array_equal(cast(values, name).view(np.int16), expected)

@@ -10,6 +10,7 @@ from speculators.train.config import TrainConfig
 from transformers import Gemma4TextConfig
 
 from spec_export.check import check_recipe
+from spec_export.findings import SpecExportError
 from spec_export.layout.catalog import families
 
 ROOT = Path(__file__).parents[2]
@@ -116,3 +117,30 @@ def test_check_of_a_target_that_scales_its_embedding(tmp_path: Path) -> None:
     assert "target-unsupported" in {
         f.code for f in result.findings if f.severity == "error"
     }
+
+
+def test_check_names_the_place_of_an_option(tmp_path: Path) -> None:
+    """The recipe's key, unless the command line has it too, which wins."""
+    path = _recipe(tmp_path, "dflash")
+    content = yaml.safe_load(path.read_text())
+    arguments = content["callbacks"][0]["init_args"]
+    arguments["sglang"] = "9.0"
+    path.write_text(yaml.safe_dump(content))
+    target, place = TARGETS / "qwen3_8b", "callbacks[0].init_args"
+
+    def subjects(**options: str) -> set[str]:
+        found = check_recipe(path, target=target, **options).findings  # type: ignore[arg-type]
+        return {f.subject for f in found if f.code == "release-unknown"}
+
+    assert subjects() == {f"{place}.sglang"}
+    assert subjects(sglang="9.1") == {"--sglang"}
+    path.write_text(yaml.safe_dump(content | {"callbacks": []}))
+    assert subjects(sglang="9.1") == {"--sglang"}
+    arguments |= {"plugin": "always"}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SpecExportError) as caught:
+        check_recipe(path, target=target)
+    assert [f.subject for f in caught.value.findings] == [f"{place}.plugin"]
+    with pytest.raises(SpecExportError) as caught:
+        check_recipe(path, target=target, plugin="always")
+    assert [f.subject for f in caught.value.findings] == ["--plugin"]

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic_core import PydanticSerializationError
+from speculators.config import SpeculatorModelConfig
 from speculators.train.graceful_shutdown import TrainingInterruptedError
 from torch.utils.data import DataLoader
 
@@ -32,6 +34,7 @@ from spec_export.judge.engine import host
 from spec_export.report.card import CARD_NAME
 from spec_export.training import compare, ranks
 from spec_export.training.batches import KEPT_ROWS, KeptBatch
+from spec_export.training.draft_config import checkpoint_config
 from spec_export.training.hook import hook_trainer
 from spec_export.training.launchers import join_launcher
 from tests.helpers import field
@@ -260,6 +263,29 @@ def test_a_signal_waits_for_the_end_of_a_broadcast(
             act()
         assert signal.getsignal(signal.SIGTERM) is interrupting
     assert sent == [[1], [None, None]]
+
+
+def test_a_signal_inside_a_configuration_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, interrupting: Any
+) -> None:
+    """pydantic would turn it into a failed export, and the training would go on."""
+    config = SpeculatorModelConfig.from_dict(field.draft_config(None))
+    layers = config.transformer_layer_config
+    expected, real = checkpoint_config(config, "bfloat16"), layers.to_diff_dict
+
+    def signalled() -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)  # where a handler runs
+        return real()
+
+    monkeypatch.setattr(layers, "to_diff_dict", signalled)
+    with pytest.raises(PydanticSerializationError):
+        config.to_json_string()
+    with pytest.raises(TrainingInterruptedError, match="15"):
+        checkpoint_config(config, "bfloat16")
+    assert signal.getsignal(signal.SIGTERM) is interrupting
+    monkeypatch.undo()
+    assert checkpoint_config(config, "bfloat16") == expected
 
 
 def test_ranks_hear_of_the_signal_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,7 +599,7 @@ def slow(path, stop):
     if path.name.endswith(".safetensors"):
         time.sleep(0.5)  # all threads have started
         os.kill(os.getpid(), signal.SIGINT)
-        while not stop.is_set():
+        while not stop():
             time.sleep(0.01)
     return real(path, stop)
 
@@ -593,3 +619,55 @@ def test_ctrl_c_waits_for_no_file_s_end(export: Path) -> None:
     assert done.returncode == 128 + signal.SIGINT, done.stderr
     assert b"Traceback" not in done.stderr
     assert spec_export("verify", export, "--files-only").code == 0
+
+
+LOCKED = """
+import signal, sys, threading, time
+from types import SimpleNamespace
+import numpy as np
+from spec_export import cli
+from spec_export.artifact import verify_files, writer
+
+enter, main = threading.Condition.__enter__, threading.get_ident()
+act, path, number = sys.argv[1], sys.argv[2], [int(sys.argv[3])]
+
+def entered(self):
+    enter(self)
+    here = sys._getframe(1)
+    if number and threading.get_ident() == main and here.f_code.co_name == "result":
+        signal.raise_signal(number.pop())  # before the with knows that it has entered
+
+def late(*arguments):
+    while number:
+        time.sleep(0.01)
+    return real(*arguments)
+
+threading.Condition.__enter__ = entered
+signal.signal(number[0], cli._on_signal)
+if act == "verify":
+    real, verify_files.hash_file = verify_files.hash_file, late
+    sys.exit(cli.run(["verify", path, "--files-only"]))
+digest = writer.hashlib.sha256()
+real = digest.update
+writer.hashlib = SimpleNamespace(sha256=lambda: SimpleNamespace(update=late))
+entry = writer.Entry("w", "F32", (4,), lambda: np.zeros(4, np.float32))
+writer.write_safetensors(path + "/new.safetensors", [entry])
+"""
+
+
+@pytest.mark.parametrize("act", ["verify", "write"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name
+)
+def test_a_signal_locks_nobody_out(
+    export: Path, number: signal.Signals, act: str
+) -> None:
+    """One that comes when the main thread holds what the others need."""
+    done = subprocess.run(
+        [sys.executable, "-c", LOCKED, act, str(export), str(int(number))],
+        cwd=REPOSITORY,
+        capture_output=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (128 + number, b"")

@@ -65,6 +65,7 @@ def test_values_are_the_sources_bit_for_bit(
     written = load_file(folder / "model.safetensors")
     held = load_file(draft / "model.safetensors")
     manifest = read_manifest(str(folder))
+    assert set(manifest.tensors) == set(written)
     for name, entry in manifest.tensors.items():
         assert torch.equal(written[name], held[entry.source[0]])
         raw = written[name].contiguous().view(torch.uint8).numpy().tobytes()

@@ -425,6 +425,24 @@ def test_a_scale_inside_a_multimodal_configuration() -> None:
     assert unknown["embedding_scale"] == 1 and not unknown["scale_rounds"]
 
 
+def test_a_rope_that_the_class_of_the_target_passes_over() -> None:
+    """Whatever the draft is; its own configuration is right in both spellings."""
+    rope = {"rope_type": "default", "rope_theta": 1e7}
+    target = {**T0, "rope_parameters": rope, "architectures": ["Qwen3NextForCausalLM"]}
+    for draft in (eagle3(), dflash()):
+        found = only_error(plan_of(draft, target=target), "target-rope-unread")
+        assert "10000.0" in found.message and "10000000.0" in found.message
+        assert plan_of(draft, target=target, allow=[found.code]).ok
+        assert plan_of(draft, target={**target, "rope_theta": 1e7}).ok
+        assert plan_of(draft, target={**T0, "rope_parameters": rope}).ok
+        assert plan_of(draft, target={**target, "rope_parameters": None}).ok
+        yarn = {**rope, "rope_type": "yarn", "factor": 4.0}
+        both = {**target, "rope_theta": 1e7, "rope_scaling": yarn}
+        assert plan_of(draft, target={**both, "rope_parameters": None}).ok
+        plan = plan_of(draft, target={**both, "rope_parameters": yarn})
+        assert "does not start" in only_error(plan, found.code).message
+
+
 def test_unknown_family_is_allowed_by_name() -> None:
     target = {**T0, "architectures": ["NobodyForCausalLM"]}
     config = eagle3()

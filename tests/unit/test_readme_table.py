@@ -329,7 +329,8 @@ def test_what_is_exact_was_compared(row: Row) -> None:
 
 
 def test_refusals_name_what_to_train_instead() -> None:
-    for row in ROWS:
-        if row.draft in ("P-EAGLE", "XPress"):
-            (found,) = _plan(row).findings
-            assert found.hint and "train --speculator-type" in found.hint
+    refused = [row for row in ROWS if row.draft in ("P-EAGLE", "XPress")]
+    assert len(refused) == 2
+    for row in refused:
+        (found,) = _plan(row).findings
+        assert found.hint and "train --speculator-type" in found.hint

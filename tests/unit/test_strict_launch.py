@@ -114,7 +114,7 @@ def test_a_release_that_is_too_old_or_unknown(
     export: Path, target: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     old = refused(export, target, "0.4.5")
-    assert "release-too-old serving.min_version" in old
+    assert "release-too-old architectures" in old
     strict.check_launch(str(export), str(target), "a build of our own")
     assert "calls itself a build of our own" in caplog.text
 

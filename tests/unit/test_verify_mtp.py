@@ -7,9 +7,11 @@ in it; its config.json is the target's and names the target's class.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +21,14 @@ from safetensors.torch import load_file, save_file
 from spec_export.artifact.source import CheckpointSource
 from spec_export.artifact.target import open_target
 from spec_export.export import ExportOptions, export_source
+from spec_export.findings import SpecExportError
+from spec_export.judge.reference.mtp import read_mtp_config
+from spec_export.judge.reference.serving_config import ServingError
 from spec_export.layout.catalog import template_of_class
 from spec_export.layout.loader import check_folder
 from spec_export.layout.tensors import TensorInfo
 from spec_export.serving.verify import VerifyResult, verify
-from tests.helpers.mtp import EXPERTS, HIDDEN, TARGETS, make_mtp, make_target
+from tests.helpers.mtp import EXPERTS, HIDDEN, SIZES, TARGETS, make_mtp, make_target
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -240,3 +245,65 @@ def test_which_class_stands_for_which() -> None:
         found = template_of_class(name)
         assert found is not None and found.template == wanted
     assert template_of_class("Qwen3ForCausalLM") is None
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e7,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+DEFAULT = {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("rope", "said"),
+    [
+        (YARN, "the type yarn, on which"),
+        (DEFAULT, '"rope_theta": 10000.0, "partial_rotary_factor": 0.25 instead of'),
+        (DEFAULT | {"rope_type": "linear", "factor": 2.0}, '"rope_scaling": null'),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_a_rope_that_the_class_of_the_target_does_not_read(
+    tmp_path: Path, rope: Config, said: str
+) -> None:
+    """transformers 5 saves Qwen3-Next in a spelling that SGLang's class passes over."""
+    with patch.dict(SIZES, {"rope_parameters": rope}):
+        target = make_target(tmp_path / "target", "qwen3_next")
+        checkpoint = make_mtp(tmp_path / "checkpoint", target, "qwen3_next")
+    source, export = CheckpointSource.open(checkpoint), tmp_path / "export"
+    options = ExportOptions(allow=("mtp-first-step",))
+    with pytest.raises(SpecExportError) as caught:
+        export_source(source, open_target(target), options, export)
+    (found,) = [f for f in caught.value.findings if f.severity == "error"]
+    assert found.code == "target-rope-unread" and said in found.message
+    assert found.subject == "target config.json rope_parameters"
+
+    # What the hint says is the remedy.
+    config = json.loads((target / "config.json").read_text())
+    told = re.search(r" write (.+) (instead of|beside) it;", found.hint or "")
+    assert told is not None
+    older = json.loads(f"{{{told[1]}}}")
+    if told[2] == "instead of":
+        del config["rope_parameters"]
+    (target / "config.json").write_text(json.dumps(config | older))
+    export_source(source, open_target(target), options, export)
+    written = json.loads((export / "config.json").read_text())
+    assert {key: written[key] for key in older} == older
+    assert ("rope_parameters" in written) is (rope["rope_type"] == "default")
+    assert not errors(verify(export, open_target(target)))
+
+
+def test_a_rope_that_a_draft_s_class_fails_on(made: Made, tmp_path: Path) -> None:
+    def newer(tensors: Tensors, config: Config) -> None:
+        config["rope_parameters"] = YARN
+
+    folder = by_hand(made("qwen3_next"), tmp_path / "hand", newer)
+    code, message = errors(verify(folder))["rope_parameters.rope_type"]
+    assert code == "config-invalid" and "yarn" in message
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(ServingError, match="yarn"):
+        read_mtp_config(config, "0.5.11")
+    assert read_mtp_config(config, "0.5.10.post1").rope["rope_type"] == "default"
+    assert not errors(verify(by_hand(made("qwen3_next"), tmp_path / "plain")))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from spec_export.judge.inputs import document_spans
 from spec_export.judge.reference.block_config import read_block_config
 from spec_export.judge.reference.block_loading import load_block_weights
+from spec_export.judge.reference.layers import Layers
 from spec_export.judge.reference.rope import Rope
 from spec_export.judge.reference.serving_config import (
     ReferenceUnsupported,
@@ -30,7 +31,7 @@ FORBIDDEN = -5000.0
 _ANCHORS = 32  # blocks at a time
 
 
-class BlockReference:
+class BlockReference(Layers):
     """SGLang's block drafts.
 
     Attributes:
@@ -81,25 +82,6 @@ class BlockReference:
         self.hot_token_id = self._allowed()
         count = rows if self.hot_token_id is None else len(self.hot_token_id)
         self.config = replace(self.config, draft_vocab_size=count)
-
-    # --- weights ----------------------------------------------------------------
-
-    def _weight(self, name: str) -> torch.Tensor:
-        return self.weights[name].to(self.dtype)
-
-    def _linear(self, x: torch.Tensor, name: str, part: str = "") -> torch.Tensor:
-        suffix = f"[{part}]" if part else ""
-        bias = f"{name}.bias{suffix}"
-        return F.linear(
-            x,
-            self._weight(f"{name}.weight{suffix}"),
-            self._weight(bias) if bias in self.weights else None,
-        )
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.config.eps)
-        return (y * self._weight(f"{name}.weight")).to(self.dtype)
 
     # --- the backbone -------------------------------------------------------------
 

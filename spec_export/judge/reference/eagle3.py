@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from spec_export.judge.reference.attention import ServerKeys, TeacherKeys
+from spec_export.judge.reference.layers import Layers
 from spec_export.judge.reference.loading import Parameter, load_weights
 from spec_export.judge.reference.rope import Rope
 from spec_export.judge.reference.serving_config import (
@@ -27,7 +28,7 @@ Trace = Callable[[int, str, torch.Tensor], None]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Eagle3Reference:
+class Eagle3Reference(Layers):
     """SGLang's EAGLE-3 draft for Llama-shaped layers.
 
     Attributes:
@@ -93,24 +94,6 @@ class Eagle3Reference:
         return out
 
     # --- the parts of the forward ---------------------------------------------
-
-    def _weight(self, name: str) -> torch.Tensor:
-        return self.weights[name].to(self.dtype)
-
-    def _linear(self, x: torch.Tensor, name: str, part: str = "") -> torch.Tensor:
-        suffix = f"[{part}]" if part else ""
-        bias = f"{name}.bias{suffix}"
-        return F.linear(
-            x,
-            self._weight(f"{name}.weight{suffix}"),
-            self._weight(bias) if bias in self.weights else None,
-        )
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """RMSNorm in float32, the weight before the cast back."""
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.config.eps)
-        return (y * self._weight(f"{name}.weight")).to(self.dtype)
 
     def _add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, name: str

@@ -25,6 +25,7 @@ from spec_export.judge.reference.loading import (
 )
 from spec_export.judge.reference.rope import Rope
 from spec_export.judge.reference.serving_config import (
+    Release,
     ServingError,
     dtype_name,
     parse_release,
@@ -33,6 +34,7 @@ from spec_export.judge.target import language_model
 
 Trace = Callable[[int, str, torch.Tensor], None]
 _NEXT = "Qwen3NextForCausalLM"
+_CHECKED_ROPE = ("llama3", "longrope", "yarn")
 _TEXT_ONLY = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
@@ -116,7 +118,7 @@ def read_mtp_config(raw: Mapping[str, Any], release: str) -> MtpConfig:
         shared=int(text.get("shared_expert_intermediate_size") or 0),
         renormalize=bool(text.get("norm_topk_prob", True)),
         fused_experts=not is_next,
-        rope=_rope(text, is_next),
+        rope=_rope(text, is_next, number),
         rotary_dim=int(head * (0.25 if partial is None else partial)),
         max_position=int(max_position),
         dtype=dtype_name(text, number),
@@ -125,14 +127,22 @@ def read_mtp_config(raw: Mapping[str, Any], release: str) -> MtpConfig:
     )
 
 
-def _rope(text: Mapping[str, Any], is_next: bool) -> dict[str, Any]:
+def _rope(text: Mapping[str, Any], is_next: bool, number: Release) -> dict[str, Any]:
     """What SGLang's own configuration classes, not transformers', read of RoPE.
 
     ``Qwen3NextConfig`` knows the older spelling only; that of Qwen3.5 lets
     ``rope_parameters`` win. Neither looks for ``partial_rotary_factor`` in there.
+
+    Raises:
+        ServingError: of Qwen3-Next transformers checks the newer spelling all the
+            same, since the 5.6 of SGLang 0.5.11, before the sizes for it are set.
     """
     found = dict(text.get("rope_scaling") or {})
     if is_next:
+        newer = text.get("rope_parameters")
+        kind = newer.get("rope_type") if isinstance(newer, Mapping) else None
+        if kind in _CHECKED_ROPE and number >= (0, 5, 11, 0):
+            raise ServingError(f"rope_parameters of the type {kind}: AttributeError")
         found.pop("rope_theta", None)
     else:
         found = dict(text.get("rope_parameters") or found)
