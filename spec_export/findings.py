@@ -149,6 +149,7 @@ _codes(
     export_saved="the export was saved in training and not finalized",
     export_ignored="a file beside the weights was not copied",
     checkpoint_chosen="which checkpoint of the folder was taken, and why",
+    runs_mixed="the best and the latest export are of different trainings",
     checkpoint_incomplete="a checkpoint of the folder is not complete",
     name_dropped="SGLang drops a tensor of this name silently",
     # The judge

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from spec_export.artifact.manifest import MANIFEST_NAME
+from spec_export.artifact.manifest import MANIFEST_NAME, Manifest
 from spec_export.artifact.source import (
     epoch_number,
     incomplete_because,
@@ -101,7 +101,11 @@ def _from_output_dir(folder: Path) -> ResolvedSource | None:
                 "output_dir",
                 at.resolve(),
                 f"{at.resolve().name}, to which {link} points",
-                [*findings, _chosen(at.resolve(), f"{link} points to it")],
+                [
+                    *findings,
+                    _chosen(at.resolve(), f"{link} points to it"),
+                    *_of_another_run(at.resolve(), (folder / "latest").resolve()),
+                ],
             )
         findings.append(
             warning(
@@ -127,6 +131,24 @@ def _from_output_dir(folder: Path) -> ResolvedSource | None:
     return ResolvedSource(
         "output_dir", newest, why, [*findings, _chosen(newest, "the newest export")]
     )
+
+
+def _of_another_run(chosen: Path, latest: Path) -> list[Finding]:
+    """Trainings may share an output_dir, and the newest may have no best one yet."""
+    try:
+        one, other = Manifest.read(chosen).run_id, Manifest.read(latest).run_id
+    except SpecExportError:
+        return []  # whoever reads the chosen one says what is wrong
+    if one == other:
+        return []
+    return [
+        warning(
+            "runs-mixed",
+            chosen.name,
+            f"it is of run {one}; {latest.name}, the latest export, is of run {other}",
+            f"give {latest.name} by name if the later training is meant",
+        )
+    ]
 
 
 def step_folders(parent: Path) -> list[Path]:

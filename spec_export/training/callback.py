@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,7 +38,7 @@ from spec_export.training.compare import (
     live_judge,
 )
 from spec_export.training.hook import INTERRUPTIONS, TrainingEvent
-from spec_export.training.problems import Problems, as_findings, as_state
+from spec_export.training.problems import Note, Problems, as_findings, as_state
 from spec_export.training.ranks import agreed, on_rank0, settled, shared
 from spec_export.training.recipe import (
     EverySteps,
@@ -116,6 +117,8 @@ class SGLangExport:
         self._run: _Run | None = None
         self._worker = Worker()
         self._problems = Problems()
+        self._state = threading.Lock()  # both threads write the state file
+        self._begun: Note | None = None  # failed, if this process is killed now
         self._given_up = False
 
     @property
@@ -213,13 +216,14 @@ class SGLangExport:
         if event.reason == "end":
             trained = event.global_step > self._run.first_step
             return trained and every != "best" and not event.interrupted
+        is_best = self._run.best_step == event.global_step
         if every == "best":
-            is_best = self._run.best_step == event.global_step
             return event.reason == "best" and is_best
         if isinstance(every, EverySteps):
             if event.reason == "step":
                 return event.global_step % every.steps == 0
-            return event.reason == "interrupted"
+            # The best ones too, or `best` would name older weights.
+            return event.reason == "interrupted" or (event.reason == "best" and is_best)
         return event.reason in _SAVES
 
     def _export(self, event: TrainingEvent) -> None:
@@ -273,8 +277,7 @@ class SGLangExport:
         if not self._worker.busy:
             return True
         last = event.reason in ("interrupted", "end")
-        steps = isinstance(self.config.every, EverySteps)
-        policy = self.config.when_busy or ("skip" if steps else "wait")
+        policy = self.config.when_busy or ("skip" if event.reason == "step" else "wait")
         if policy == "skip" and not last:
             why = "it was skipped: the one before it was still being written"
             skipped = error("export-error", step_name(event.global_step), why)
@@ -363,6 +366,7 @@ class SGLangExport:
         try:
             act()
         except Exception as problem:
+            self._begun = None
             self._problems.add(problem, unraised=True)
             self._failed(event, problem)
 
@@ -383,13 +387,13 @@ class SGLangExport:
 
         A full disk has no room for that either: it is tried again.
         """
-        run = self._run
+        run, begun = self._run, self._begun
         if run is None or run.memory is None:
             return
-        notes = self._problems.open(run.best_step)
-        run.memory.failed = as_state(notes, run.best_step)
-        run.memory.best_loss = run.best_loss
-        with contextlib.suppress(SpecExportError, OSError):
+        notes = [*self._problems.open(run.best_step), *([begun] if begun else [])]
+        with self._state, contextlib.suppress(SpecExportError, OSError):
+            run.memory.failed = as_state(notes, run.best_step)
+            run.memory.best_loss = run.best_loss
             run.memory.save(run.state_file)
 
     def _best(self, run: _Run, memory: RunMemory) -> Path | None:
@@ -405,9 +409,10 @@ class SGLangExport:
         """Everything that need not hold the training up."""
         run = self._run
         assert run is not None and run.memory is not None
-        self._remember()  # what has moved
-        run.known.start(snapshot.versions)
         output_dir, step = self.config.output_dir, event.global_step
+        self._begun = Note(step, "the process ended before it was written")
+        self._remember()
+        run.known.start(snapshot.versions)
         told = [n for n in self._problems.open(run.best_step) if n.step != step]
         result = write_export(
             snapshot,
@@ -429,6 +434,7 @@ class SGLangExport:
             keep_last=self.config.keep_last,
             run_id=run.memory.run_id,
         )
+        self._begun = None
         self._problems.made_good(told, step)
         run.memory.exported = step
         self._remember()

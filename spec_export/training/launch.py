@@ -25,7 +25,7 @@ from spec_export.findings import (
     has_errors,
     usage_error,
 )
-from spec_export.training.attach import close_all, require_apart
+from spec_export.training.attach import close_all
 from spec_export.training.callback import SGLangExport
 from spec_export.training.cpu import adapt_flags, cpu_runtime, has_accelerator
 from spec_export.training.hook import TrainingCallback, fan_out, hook_trainer
@@ -88,12 +88,10 @@ def make_callbacks(recipe: Recipe | None, run_yaml: str) -> list[TrainingCallbac
 
     Raises:
         SpecExportError: exit 2 ``callback-argument`` if somebody else's callback
-            does not take its arguments, or two of ours have one output_dir.
+            does not take its arguments.
     """
     entries = recipe.callbacks if recipe is not None else ()
-    callbacks = [_make_callback(entry, run_yaml) for entry in entries]
-    require_apart(callbacks)
-    return callbacks
+    return [_make_callback(entry, run_yaml) for entry in entries]
 
 
 def _make_callback(entry: CallbackEntry, run_yaml: str) -> TrainingCallback:

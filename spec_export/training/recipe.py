@@ -260,7 +260,33 @@ def parse_callbacks(block: Any) -> tuple[CallbackEntry, ...]:
             findings += problem.findings
     if findings:
         raise SpecExportError(findings, exit_code=2)
+    require_apart((e.where, e.config.output_dir) for e in entries if e.config)
     return tuple(entries)
+
+
+def require_apart(folders: Iterable[tuple[str, Path]]) -> None:
+    """Refuse two exporters of one training into one folder.
+
+    They would share the memory of the run: after a resume each would take the other's
+    exports for its own, and remove them.
+
+    Args:
+        folders: Where each exporter is written down, and its output_dir.
+
+    Raises:
+        SpecExportError: exit 2 ``callback-argument``.
+    """
+    known: dict[Path, str] = {}
+    for where, output_dir in folders:
+        folder = output_dir.resolve()
+        if folder in known:
+            raise usage_error(
+                "callback-argument",
+                f"{where}.output_dir",
+                f"{output_dir} is that of {known[folder]} too",
+                "give each callback a folder of its own",
+            )
+        known[folder] = where
 
 
 def _parse_entry(item: Any, where: str) -> CallbackEntry:

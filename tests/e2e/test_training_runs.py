@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from spec_export.training import callback as callback_module
 from spec_export.training.attach import attach, require_apart
 from spec_export.training.callback import SGLangExport
 from spec_export.training.hook import TrainingEvent
-from spec_export.training.launch import make_callbacks
 from spec_export.training.recipe import read_recipe
 from tests.e2e.test_training_background import better_each_epoch
 from tests.e2e.test_training_export import (
@@ -91,6 +91,14 @@ def test_a_resume_keeps_the_best_of_its_own_run(tiny: Tiny, tmp_path: Path) -> N
     assert link(tmp_path, "best") == "step-00000001"
     assert names(tmp_path) == ["step-00000001", "step-00000001.2", "step-00000003"]
 
+    # The link `latest` moves with each export, `best` only where one is better.
+    for latest, warned in (("step-00000003", False), ("step-00000001.2", True)):
+        (tmp_path / "exports" / "latest").unlink()
+        (tmp_path / "exports" / "latest").symlink_to(latest)
+        done = spec_export("finalize", tmp_path / "exports", "--no-compare")
+        assert done.code == 0
+        assert ("runs-mixed" in done.codes("warning")) is warned
+
 
 def test_a_resume_knows_that_the_best_was_not_exported(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -118,6 +126,40 @@ def test_a_resume_knows_that_the_best_was_not_exported(
     assert link(tmp_path, "best") == "step-00000004"
     done = spec_export("finalize", tmp_path / "exports", "--no-compare")
     assert done.code == 0  # these are better
+
+
+def test_a_kill_in_the_middle_of_the_best_is_no_secret(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed process leaves is what lies there while it writes."""
+    write, left = callback_module.write_export, tmp_path / "left"
+
+    def look(snapshot: Any, *rest: Any) -> Any:
+        if snapshot.record.global_step == 2:
+            shutil.copytree(tmp_path / "exports", left, symlinks=True)
+        return write(snapshot, *rest)
+
+    monkeypatch.setattr(callback_module, "write_export", look)
+    flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", "2")
+    run_training(flags, losses(3, 1), exporter(tmp_path))
+    done = spec_export("finalize", left, "--no-compare")
+    assert done.code == 1
+    finding = done.finding("export-error")
+    assert finding["subject"] == "step 2" and "the process ended" in finding["message"]
+    # It was not killed: what it wrote is there, and nothing is held against it.
+    assert spec_export("finalize", tmp_path / "exports", "--no-compare").code == 0
+
+
+def test_the_best_is_exported_between_the_steps_that_are_due(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    exports = exporter(tmp_path, every={"steps": 2}, keep_last=1, when_busy="wait")
+    flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", "5")
+    run_training(flags, losses(3, 2, 1, 2, 3), exports)
+    steps = [result.manifest.training.global_step for result in exports.results]
+    assert steps == [1, 2, 3, 4, 5]
+    assert link(tmp_path, "best") == "step-00000003"
+    assert names(tmp_path) == ["step-00000003", "step-00000005"]
 
 
 @pytest.mark.parametrize("there", [[], ["step-00000001"]])
@@ -186,12 +228,13 @@ def test_two_exporters_of_one_training_need_two_folders(
     (finding,) = refused.value.findings
     assert (finding.code, finding.subject) == (
         "callback-argument",
-        "init_args.output_dir",
+        "SGLangExport 2.output_dir",
     )
     path = recipe(tmp_path, tiny)
     content = path.read_text()
     block = content[: content.index("train:")].removeprefix("callbacks:\n")
     path.write_text(content.replace(block, 2 * block))
-    with pytest.raises(SpecExportError, match="another callback"):
-        make_callbacks(read_recipe(path), "train: {}")
-    require_apart([twice[0], SGLangExport(output_dir=tmp_path / "other")])
+    with pytest.raises(SpecExportError, match=r"that of callbacks\[0\]") as refused:
+        read_recipe(path)
+    assert refused.value.findings[0].subject == "callbacks[1].init_args.output_dir"
+    require_apart([("one", tmp_path / "exports"), ("two", tmp_path / "other")])
