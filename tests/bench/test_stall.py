@@ -120,7 +120,8 @@ def test_stall_of_an_export(
         f"{counts['copied'] / (2 * trained):.2f} x the trained ones copied"
     )
     assert counts["bytes"] == held
-    assert counts["fsync"] <= 10
+    # Four of them are the state of the run, which is told that one begins and is done.
+    assert counts["fsync"] <= 13
     assert counts[
         "copied"
     ] <= 2 * trained + 16 * trainer.model.config.draft_vocab_size + (
