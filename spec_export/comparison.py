@@ -190,7 +190,8 @@ def _engine(
         return not_run("engine", host.why_none())
     if target is None or not target.has_weights:
         return not_run("engine", "the target's weights are needed: --target DIR")
-    if any("quantization_config" in c for c in (target.config, target.text_config)):
+    parts = (target.config, target.text_config)
+    if any(part.get("quantization_config") is not None for part in parts):
         why = "the target is quantised, which transformers and SGLang compute apart"
         return not_run("engine", why)
     if target.vocab_size is None:

@@ -26,7 +26,18 @@ _ABANDONED_SECONDS = 7 * 24 * 3600
 
 def hidden_name(prefix: str, name: str) -> str:
     """A name that nobody else has, and that tells whose it is."""
-    return f"{prefix}{name}-{_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    return f"{prefix}{name}-{this_process()}-{uuid.uuid4().hex[:8]}"
+
+
+def this_process() -> str:
+    """For others to ask whether it ``lives``."""
+    return f"{_machine()}-{os.getpid()}"
+
+
+def lives(process: str) -> bool:
+    """Whether a process is there; of one of another machine nobody can tell: no."""
+    machine, _, pid = process.partition("-")
+    return machine == _machine() and pid.isdecimal() and _alive(int(pid))
 
 
 def _machine() -> str:

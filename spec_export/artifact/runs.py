@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spec_export.findings import Finding, error
+from spec_export.artifact.hidden import lives
+from spec_export.findings import Finding, error, warning
 
 _PREFIX, _SUFFIX = ".spec_export_run-", ".json"
 
@@ -24,6 +25,8 @@ def state_path(output_dir: Path, training: str) -> Path:
 def failed_exports(output_dir: Path, run_id: str, chosen: Path) -> list[Finding]:
     """``export-error`` for each export of a run that failed and was not made good.
 
+    A warning only where a training that goes on is still writing it.
+
     Args:
         output_dir: Of the callback.
         run_id: The run that ``chosen`` belongs to.
@@ -36,6 +39,16 @@ def failed_exports(output_dir: Path, run_id: str, chosen: Path) -> list[Finding]
             continue
         for failure in state.get("failed") or ():
             what = " of the best weights" if failure.get("best") else ""
+            if lives(str(failure.get("by"))):
+                findings.append(
+                    warning(
+                        "export-error",
+                        f"step {failure.get('step')}",
+                        f"the export{what} is still being written",
+                        "wait for it if it is the one that is meant",
+                    )
+                )
+                continue
             findings.append(
                 error(
                     "export-error",

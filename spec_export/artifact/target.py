@@ -384,7 +384,8 @@ def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     config.json has none; ``quant_algo: null`` says that nothing is quantised.
     """
     path = folder / "hf_quant_config.json"
-    if "quantization_config" in {**config, **language_model(config)}:
+    parts = (config, language_model(config))
+    if any(part.get("quantization_config") is not None for part in parts):
         return config
     if not path.is_file():
         return config

@@ -133,11 +133,11 @@ def config_of(target: Path | None) -> dict[str, Any] | None:
     if not isinstance(found, dict):
         return None
     beside = target / "hf_quant_config.json"  # where ModelOpt may say what it did
-    if beside.is_file():
+    if found.get("quantization_config") is None and beside.is_file():
         said = json.loads(beside.read_text())
         said = said.get("quantization", said) if isinstance(said, dict) else None
         if isinstance(said, dict) and said.get("quant_algo"):
-            found.setdefault("quantization_config", said)
+            found["quantization_config"] = said
     return found
 
 

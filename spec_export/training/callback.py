@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from spec_export.artifact.hidden import this_process
 from spec_export.artifact.publish import point_link, retain, settle, step_name
 from spec_export.artifact.resolve import resolve_target
 from spec_export.artifact.roles import Known
@@ -73,8 +74,8 @@ KEPT_RESULTS = 16
 class _Run:
     """What the exporter knows once training has started.
 
-    ``folders``, ``memory.failed`` and ``known`` are the worker's; what was trained
-    beyond ``first_step`` is exported at the end.
+    ``folders``, ``known``, ``memory.exported`` and ``memory.best`` are the worker's;
+    what was trained beyond ``first_step`` is exported at the end.
     """
 
     memory: RunMemory | None
@@ -178,7 +179,8 @@ class SGLangExport:
         if self._run is None:  # another rank plans; this one only takes part
             self._run = _Run(None, None, event.global_step, self.config.output_dir)
         run = self._run
-        run.first_step, run.best_loss = shared((run.first_step, run.best_loss))
+        known = (run.first_step, run.best_step, run.best_loss)
+        run.first_step, run.best_step, run.best_loss = shared(known)
 
     def _plan(self, event: TrainingEvent, values: dict[str, Any]) -> _Run:
         """Refuse a draft that cannot be served, before anything is trained."""
@@ -387,11 +389,13 @@ class SGLangExport:
 
         A full disk has no room for that either: it is tried again.
         """
-        run, begun = self._run, self._begun
+        run = self._run
         if run is None or run.memory is None:
             return
-        notes = [*self._problems.open(run.best_step), *([begun] if begun else [])]
+        # Looked at under the lock, or the slower thread would write what is past.
         with self._state, contextlib.suppress(SpecExportError, OSError):
+            notes, begun = self._problems.open(run.best_step), self._begun
+            notes += [begun] if begun is not None else []
             run.memory.failed = as_state(notes, run.best_step)
             run.memory.best_loss = run.best_loss
             run.memory.save(run.state_file)
@@ -410,7 +414,8 @@ class SGLangExport:
         run = self._run
         assert run is not None and run.memory is not None
         output_dir, step = self.config.output_dir, event.global_step
-        self._begun = Note(step, "the process ended before it was written")
+        why = "the process ended before it was written"
+        self._begun = Note(step, why, this_process())
         self._remember()
         run.known.start(snapshot.versions)
         told = [n for n in self._problems.open(run.best_step) if n.step != step]

@@ -16,10 +16,17 @@ KEPT = 100  # exceptions
 
 @dataclass(frozen=True)
 class Note:
-    """Why the export of a step is not there."""
+    """Why the export of a step is not there.
+
+    Attributes:
+        step: It.
+        message: Why.
+        by: The process that is writing it; what is said holds once that is gone.
+    """
 
     step: int
     message: str
+    by: str | None = None
 
 
 class Problems:
@@ -83,7 +90,9 @@ class Problems:
     def note(self, step: int, message: str) -> None:
         """Something that the next manifest and ``finalize`` have to say."""
         with self._lock:
-            self._notes.append(Note(step, " ".join(message.split())))
+            note = Note(step, " ".join(message.split()))
+            self._told.discard(note)  # it happened again
+            self._notes.append(note)
 
     def open(self, best_step: int) -> list[Note]:
         """What no later export has recorded.
@@ -122,8 +131,9 @@ def as_findings(notes: list[Note]) -> list[Finding]:
 
 def as_state(notes: list[Note], best_step: int) -> list[dict[str, Any]]:
     """The same for the state file, which ``finalize`` reads."""
-    newest = {note.step: note.message for note in notes}
+    newest = {note.step: note for note in notes}
     return [
-        {"step": step, "message": message, "best": step == best_step}
-        for step, message in newest.items()
+        {"step": note.step, "message": note.message, "best": note.step == best_step}
+        | ({"by": note.by} if note.by is not None else {})
+        for note in newest.values()
     ]

@@ -151,7 +151,8 @@ class RunMemory:
         moved: Tensors that were seen to differ from the first step.
         complete: Whether the first step of the run was seen at all.
         failed: ``step``, ``message`` and ``best`` of each export that failed and
-            that no later one has made good.
+            that no later one has made good, and of that which the process ``by`` is
+            writing.
         exported: The step of the newest export, at first the one it began with.
         best: The export of the best weights that were exported, by its folder's name.
         best_loss: The lowest validation loss; infinite before there is one.

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,16 @@ def test_a_kill_in_the_middle_of_the_best_is_no_secret(
     monkeypatch.setattr(callback_module, "write_export", look)
     flags = tiny.flags(tmp_path / "run", "--max-steps", "1", "--epochs", "2")
     run_training(flags, losses(3, 1), exporter(tmp_path))
+    done = spec_export("finalize", left, "--no-compare")
+    assert done.code == 0  # this process is the one that writes
+    finding = done.finding("export-error")
+    assert finding["severity"] == "warning" and "being written" in finding["message"]
+
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    (state,) = left.glob(".spec_export_run-*.json")
+    own, its = f"-{os.getpid()}", f"-{killed.pid}"
+    state.write_text(state.read_text().replace(f'{own}"', f'{its}"'))
     done = spec_export("finalize", left, "--no-compare")
     assert done.code == 1
     finding = done.finding("export-error")

@@ -99,11 +99,12 @@ def test_a_folder_without_our_manifest_has_no_line(tmp_path: Path) -> None:
     assert launch_problems(tmp_path, QUANTISED, "0.5.23") == []
 
 
+@pytest.mark.parametrize("own", [{}, {"quantization_config": None}])
 @pytest.mark.parametrize("method", ["NVFP4", None])
 def test_what_modelopt_left_beside_the_target(
-    tmp_path: Path, method: str | None
+    tmp_path: Path, method: str | None, own: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(TARGET))
+    (tmp_path / "config.json").write_text(json.dumps({**TARGET, **own}))
     beside = {"quantization": {"quant_algo": method}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
     target = config_of(tmp_path)

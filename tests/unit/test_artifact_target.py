@@ -348,6 +348,12 @@ def test_a_hub_id_is_looked_up_in_the_local_cache_alone(tmp_path, monkeypatch):
         assert (target.name, target.revision) == ("org/tiny.model", commit)
         assert target.config["quantization_config"] == {"quant_algo": "FP8"}
         assert np.array_equal(target.read("head"), HEAD)
+    for own, taken in ((None, "FP8"), ({"quant_algo": "NVFP4"}, "NVFP4")):
+        config = json.loads((snapshot / "config.json").read_text())
+        config["quantization_config"] = own  # null is as if it were not there
+        (snapshot / "config.json").write_text(json.dumps(config))
+        settings = open_target(snapshot).config["quantization_config"]
+        assert settings == {"quant_algo": taken}
     (found,) = failure(open_target, "org/other", exit_code=2)
     assert found.code == "path-missing"
     assert resolve_target("org/other", tmp_path)[0] is None

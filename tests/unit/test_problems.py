@@ -46,6 +46,16 @@ def test_a_failure_holds_no_weights() -> None:
     assert list(problems.newest) == [problem]
 
 
+def test_the_same_failure_again_is_news() -> None:
+    """A resume that counts steps anew fails at the step of an earlier process."""
+    problems = Problems()
+    problems.take_over([{"step": 2, "message": "OSError: full", "best": False}], 0)
+    problems.made_good(problems.open(-1), 1)
+    assert problems.open(-1) == []
+    problems.note(2, "OSError: full")
+    assert {note.step for note in problems.open(-1)} == {2}
+
+
 def test_only_the_newest_are_kept() -> None:
     problems = Problems()
     for number in range(2 * KEPT):
