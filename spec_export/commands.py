@@ -69,7 +69,10 @@ class Outcome:
 def _device(value: str) -> str:
     if value not in ("auto", "cpu", "cuda"):
         raise usage_error(
-            "option-invalid", "--device", f"{value!r}", "one of auto, cpu, cuda"
+            "option-invalid",
+            "--device",
+            f"{value!r} is no device that can be chosen",
+            "one of auto, cpu, cuda",
         )
     return value
 
@@ -100,7 +103,10 @@ def _plugin(value: str | None, default: str | None = "auto") -> Any:
         return default
     if value not in ("auto", "never", "always"):
         raise usage_error(
-            "option-invalid", "--plugin", f"{value!r}", "one of auto, never, always"
+            "option-invalid",
+            "--plugin",
+            f"{value!r} says nothing about the plug-in",
+            "one of auto, never, always",
         )
     return value
 

@@ -197,7 +197,8 @@ def _target_config(args: argparse.Namespace) -> PretrainedConfig:
                     "target-needed",
                     "verifier_name_or_path",
                     f"the configuration of the target {name} cannot be read: {why}",
-                    "give a folder with the target's config.json: --target DIR",
+                    "name a folder with the target's config.json in the recipe; "
+                    "`check` also takes --target DIR",
                 )
             ]
         ) from problem
