@@ -66,15 +66,19 @@ class Outcome:
     answer: bool = True
 
 
-def _device(value: str) -> str:
-    if value not in ("auto", "cpu", "cuda"):
+def _one_of(option: str, value: str, *known: str) -> Any:
+    if value not in known:
         raise usage_error(
             "option-invalid",
-            "--device",
-            f"{value!r} is no device that can be chosen",
-            "one of auto, cpu, cuda",
+            option,
+            f"{value!r} is unknown",
+            f"one of {', '.join(known)}",
         )
     return value
+
+
+def _device(value: str) -> Any:
+    return _one_of("--device", value, "auto", "cpu", "cuda")
 
 
 def _folder(path: Path) -> Path:
@@ -101,14 +105,7 @@ def _folder(path: Path) -> Path:
 def _plugin(value: str | None, default: str | None = "auto") -> Any:
     if value is None:
         return default
-    if value not in ("auto", "never", "always"):
-        raise usage_error(
-            "option-invalid",
-            "--plugin",
-            f"{value!r} says nothing about the plug-in",
-            "one of auto, never, always",
-        )
-    return value
+    return _one_of("--plugin", value, "auto", "never", "always")
 
 
 @app.command(

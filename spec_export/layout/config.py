@@ -14,7 +14,7 @@ from spec_export.findings import Finding, error
 from spec_export.layout.expressions import evaluate
 from spec_export.layout.plan_types import ConfigChange
 from spec_export.layout.rope import RopeError, write_rope
-from spec_export.layout.target_rope import older_defaults, older_rope
+from spec_export.layout.target_rope import older_rope, older_rope_only
 from spec_export.layout.template import ConfigRule, Template
 from spec_export.layout.variables import dig
 
@@ -102,7 +102,7 @@ def _target(
         older = older_rope(config.get("rope_parameters"))
         config.update(older)
         # Both would be right, but the class fails on some types in the newer form.
-        if "rope_scaling" in older and older_defaults(target) is not None:
+        if "rope_scaling" in older and older_rope_only(target) is not None:
             del config["rope_parameters"]
     return target
 

@@ -12,12 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from spec_export.findings import Finding, error
-from spec_export.layout.targets import language_model, target_classes
+from spec_export.layout.targets import OlderRope, language_model, target_classes
 
 _BESIDE = ("rope_theta", "partial_rotary_factor")
-# transformers checks these since 5.6 before the class has set the sizes that they need,
-# and fails, whether the older spelling is there or not; the others are passed over.
-_FAIL = ("llama3", "longrope", "yarn")
 
 
 def older_rope(rope: Any) -> dict[str, Any]:
@@ -30,14 +27,11 @@ def older_rope(rope: Any) -> dict[str, Any]:
     return out
 
 
-def older_defaults(config: Mapping[str, Any]) -> dict[str, float] | None:
-    """What SGLang's class takes where the older spelling is not there.
+def older_rope_only(config: Mapping[str, Any]) -> OlderRope | None:
+    """What is known of SGLang's class, if it reads only the older spelling.
 
     Args:
         config: A target's ``config.json``.
-
-    Returns:
-        By key; None for a class that reads ``rope_parameters``.
     """
     named = config.get("architectures")
     names = named if isinstance(named, list) and named else [None]
@@ -51,25 +45,26 @@ def unread_rope(config: Mapping[str, Any]) -> list[Finding]:
     Args:
         config: The target's ``config.json``.
     """
-    text, defaults = language_model(config), older_defaults(config)
+    text, known = language_model(config), older_rope_only(config)
     wanted = older_rope(text.get("rope_parameters"))
-    if defaults is None or not wanted:
+    if known is None or not wanted:
         return []
     name, write = config["architectures"][0], json.dumps(wanted)[1:-1]
     subject = "target config.json rope_parameters"
     allow = "; where the servers' copy says so already, --allow target-rope-unread"
     kind = wanted.get("rope_scaling", {}).get("rope_type", "default")
-    if kind in _FAIL:
+    if kind in known.fails:
         return [
             error(
                 "target-rope-unread",
                 subject,
                 f"has the type {kind}, on which SGLang's configuration class of {name} "
-                "fails: the server does not start (one before 0.5.11 passes over it)",
+                "fails: the server does not start (one before "
+                f"{known.fails_since} passes over it)",
                 f"in the target's config.json write {write} instead of it{allow}",
             )
         ]
-    taken = {key: text.get(key, defaults.get(key)) for key in wanted}
+    taken = {key: text.get(key, known.defaults.get(key)) for key in wanted}
     if taken == wanted:
         return []
     return [

@@ -25,6 +25,23 @@ Hook = Literal["eagle3", "dflash"]
 RuleName = Literal["output-of-layer", "first-is-one", "contains-last", "capture-point"]
 
 
+class OlderRope(BaseModel):
+    """A configuration class that reads only the older spelling of RoPE.
+
+    Attributes:
+        defaults: What it takes where that is not there.
+        fails: Types in the newer spelling on which it fails, the older one beside it or
+            not; it passes over the others.
+        fails_since: First release that fails.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    defaults: dict[str, float]
+    fails: list[str]
+    fails_since: str
+
+
 class TargetClass(BaseModel):
     """What SGLang's class of one target family can do.
 
@@ -42,7 +59,7 @@ class TargetClass(BaseModel):
         bare_tied_head: Where the head is tied it is a plain module, which DSPARK and
             DFlash2 cannot project through.
         older_rope: For a configuration class that reads only the older spelling of
-            RoPE: what it takes where that is not there (``target_rope``).
+            RoPE (``target_rope``).
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -57,7 +74,7 @@ class TargetClass(BaseModel):
     note: str | None = None
     scaled_by_root_of: str | None = None
     bare_tied_head: bool = False
-    older_rope: dict[str, float] | None = None
+    older_rope: OlderRope | None = None
 
 
 @dataclass(frozen=True)
